@@ -8,7 +8,8 @@
 
 namespace rowan {
 
-/// Element type of a Tensor. float64 exists on the CPU only (oracles and gradient checks).
+/// Element type of a Tensor. Operations compute in float64 on the CPU only (oracles and
+/// gradient checks); on CUDA float64 tensors hold step values and sums.
 enum class DType : std::uint8_t { kFloat64, kFloat32, kBFloat16, kFloat16, kInt64, kInt32 };
 
 /// Bytes of one element.

@@ -47,7 +47,7 @@ class Tensor {
   /// Undefined: no storage. defined() is false and every other query but shape() (rank 0) throws.
   Tensor() = default;
 
-  /// Contiguous, uninitialised, on the stream's device. float64 on CUDA is Unsupported.
+  /// Contiguous, uninitialised, on the stream's device.
   static Tensor empty(const Shape& shape, DType dtype, StreamRef stream);
   /// Contiguous, all bytes zero.
   static Tensor zeros(const Shape& shape, DType dtype, StreamRef stream);
