@@ -1,0 +1,131 @@
+// Private backend of the Muown row operations: the same calls for both devices.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "ops/muown_math.h"
+#include "rowan/core/dtype.h"
+#include "rowan/core/stream.h"
+
+namespace rowan {
+
+/// A matrix operand: element (batch b, line i, position j) lies at b * batch_stride + i * line_stride + j. A line is a row of memory: one
+/// output neuron, or, in transposed storage, one input of all neurons.
+struct MuownOperand {
+  void* data = nullptr;
+  std::int64_t batch_stride = 0;
+  std::int64_t line_stride = 0;
+};
+
+struct MuownShape {
+  std::int64_t batches = 0;
+  std::int64_t neurons = 0;
+  std::int64_t inputs = 0;
+  bool transposed = false;  ///< lines are inputs
+  DType dtype = DType::kFloat32;
+  DType update_dtype = DType::kBFloat16;
+
+  std::int64_t rows() const { return batches * neurons; }
+};
+
+/// Row tensors are contiguous, [batches * neurons].
+struct MuownPrepareArguments {
+  MuownShape shape;
+  MuownOperand weight, gradient, momentum, update, direction;  ///< direction.data may be null
+  const void* magnitude = nullptr;
+  const void* norm = nullptr;
+  void* magnitude_grad = nullptr;
+  double* row_square_sum = nullptr;
+  void* row_max = nullptr;
+  const double* control = nullptr;  ///< null: factor 1, never skip
+  double mu = 0;
+  bool nesterov = true;
+  double epsilon = 0;
+};
+
+/// Where each row block ends and its c; by value in kernel arguments.
+struct MuownScales {
+  static constexpr int kMost = 64;
+  int count = 0;
+  std::int64_t end[kMost] = {};
+  double scale[kMost] = {};
+};
+
+struct MuownFinishArguments {
+  MuownShape shape;
+  MuownOperand weight, gradient, update, value;  ///< gradient and value may be null
+  DType value_dtype = DType::kBFloat16;
+  void* magnitude = nullptr;
+  void* norm = nullptr;
+  void* first_moment = nullptr;
+  void* second_moment = nullptr;
+  const void* magnitude_grad = nullptr;
+  const double* control = nullptr;
+  const double* rates = nullptr;        ///< lr, weight decay
+  const std::int64_t* step = nullptr;  ///< t
+  double beta1 = 0;
+  double beta2 = 0;
+  double epsilon = 0;
+  double magnitude_lr = 1;
+  bool warm = false;
+  MuownScales scales;
+};
+
+struct MuownInitArguments {
+  MuownShape shape;
+  MuownOperand weight;
+  void* magnitude = nullptr;
+  void* norm = nullptr;
+  double epsilon = 0;
+  bool warm = false;
+};
+
+namespace detail {
+
+/// c of a neuron's row block.
+ROWAN_HOST_DEVICE inline double scale_of(const MuownScales& scales, std::int64_t neuron) {
+  int block = 0;
+  while (block + 1 < scales.count && neuron >= scales.end[block]) ++block;
+  return scales.scale[block];
+}
+
+ROWAN_HOST_DEVICE inline FinishConstants finish_constants(const MuownFinishArguments& a) {
+  FinishConstants k;
+  k.lr = a.rates[0];
+  k.decay = a.rates[0] * a.rates[1];
+  k.magnitude_rate = a.rates[0] * a.magnitude_lr;
+  k.beta1 = a.beta1;
+  k.beta2 = a.beta2;
+  k.correction1 = 1 - whole_power(a.beta1, *a.step);
+  k.correction2 = 1 - whole_power(a.beta2, *a.step);
+  k.epsilon = a.epsilon;
+  k.factor = control_factor(a.control);
+  k.warm = a.warm;
+  return k;
+}
+
+/// g and r of a new row of length `norm`.
+template <class T>
+ROWAN_HOST_DEVICE inline void init_row(double norm, double epsilon, bool warm, T& magnitude, T& direction_norm) {
+  direction_norm = static_cast<T>(at_least(norm, epsilon));
+  magnitude = warm && norm == 0 ? T(0) : direction_norm;
+}
+
+}  // namespace detail
+
+namespace cpu {
+void muown_prepare(const MuownPrepareArguments& arguments);
+void muown_finish(const MuownFinishArguments& arguments);
+void muown_init(const MuownInitArguments& arguments);
+}  // namespace cpu
+
+namespace cuda {
+/// Bytes of scratch memory on the device that the calls below need for such a matrix.
+std::size_t muown_workspace_bytes(const MuownShape& shape);
+void muown_prepare(const MuownPrepareArguments& arguments, void* workspace, StreamRef stream);
+void muown_finish(const MuownFinishArguments& arguments, void* workspace, StreamRef stream);
+void muown_init(const MuownInitArguments& arguments, void* workspace, StreamRef stream);
+}  // namespace cuda
+
+}  // namespace rowan
