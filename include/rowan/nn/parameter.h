@@ -11,8 +11,9 @@ namespace rowan {
 
 /// One trainable or frozen tensor of a model under its Hugging Face name. Copies share memory.
 ///
-/// Matrices may be views into a larger buffer (the bordered weight of LoraLinear): rows have unit stride inside and any stride
-/// between them, in value, master and grad independently. Refreshing value from master after a step belongs to the optimizer.
+/// Matrices may be views into a larger buffer (the bordered weight of LoraLinear): rows have unit stride inside and any
+/// stride between them, in value, master and grad independently. Refreshing value from master after a step belongs to
+/// the optimizer.
 struct Parameter {
   /// What the tensor is; optimizer groups choose their algorithm by it.
   enum class Role { kMatrix, kLoraA, kLoraB, kEmbedding, kNorm, kBias, kHead };
@@ -25,8 +26,8 @@ struct Parameter {
 
   std::string name;  ///< for example "model.layers.0.self_attn.q_proj.lora_A.weight"
   Tensor value;      ///< what forward and backward read, in the compute dtype
-  /// What the optimizer steps: float32 (float64 when value is float64). The same memory as value when value has that dtype; undefined
-  /// when frozen.
+  /// What the optimizer steps: float32 (float64 when value is float64). The same memory as value when value has that
+  /// dtype; undefined when frozen.
   Tensor master;
   Tensor grad;  ///< accumulated by backward, of master's dtype and value's shape; undefined when frozen
   bool trainable = false;
