@@ -59,5 +59,8 @@ foreach(case IN LISTS all_cases)
     LABELS "${labels}" WORKING_DIRECTORY "${working_directory}" ENVIRONMENT "OMP_WAIT_POLICY=passive" TIMEOUT 600)
   if("gpu" IN_LIST labels)
     set_tests_properties("${name}" PROPERTIES SKIP_REGULAR_EXPRESSION "${skipped}")
+    if("dist" IN_LIST labels)  # several ranks with deadlines
+      set_tests_properties("${name}" PROPERTIES RUN_SERIAL ON)
+    endif()
   endif()
 endforeach()
