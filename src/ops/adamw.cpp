@@ -43,7 +43,8 @@ void require_tensors(const AdamwArguments& p, DType dtype, StreamRef stream) {
   detail::require_on(kOp, "master", p.master, stream);
   detail::require_dtype(kOp, "master", p.master, dtype);
   const bool known = dtype == DType::kFloat32 || (dtype == DType::kFloat64 && stream.device().is_cpu());
-  detail::require(known, "{}: expected master of dtype float32 (or float64 on the CPU), got {} on {}", kOp, dtype, stream.device());
+  detail::require(known, "{}: expected master of dtype float32 (or float64 on the CPU), got {} on {}", kOp, dtype,
+                  stream.device());
   const std::pair<const char*, const Tensor*> same[] = {
       {"gradient", &p.gradient}, {"first_moment", &p.first_moment}, {"second_moment", &p.second_moment}};
   for (const auto& [name, t] : same) {
@@ -51,6 +52,8 @@ void require_tensors(const AdamwArguments& p, DType dtype, StreamRef stream) {
     detail::require_dtype(kOp, name, *t, dtype);
     detail::require_on(kOp, name, *t, stream);
   }
+  detail::require_rows(kOp, "master", p.master);
+  detail::require_rows(kOp, "gradient", p.gradient);
   detail::require_contiguous(kOp, "first_moment", p.first_moment);
   detail::require_contiguous(kOp, "second_moment", p.second_moment);
   if (p.value.defined()) {
@@ -58,17 +61,11 @@ void require_tensors(const AdamwArguments& p, DType dtype, StreamRef stream) {
     detail::require_on(kOp, "value", p.value, stream);
     detail::require(p.value.dtype() == DType::kBFloat16 || p.value.dtype() == DType::kFloat16,
                     "{}: expected value of dtype bfloat16 or float16 (or none), got {}", kOp, p.value.dtype());
+    detail::require_rows(kOp, "value", p.value);
   }
 }
 
-/// All four as rows of one length: a contiguous tensor beside one with gaps is cut into the rows of the latter.
 AdamwPiece make_piece(const AdamwArguments& p) {
-  const bool matrix = p.master.rank() == 2;
-  const bool gaps = !p.master.is_contiguous() || !p.gradient.is_contiguous() || (p.value.defined() && !p.value.is_contiguous());
-  const auto stride = [&](const char* name, const Tensor& t) {
-    const detail::RowView rows = detail::row_view(kOp, name, t);
-    return gaps && matrix && rows.rows == 1 ? t.size(1) : rows.stride;
-  };
   AdamwPiece piece;
   piece.master = p.master.raw();
   piece.gradient = p.gradient.raw();
@@ -79,10 +76,10 @@ AdamwPiece make_piece(const AdamwArguments& p) {
   piece.step = p.step.data<std::int64_t>();
   piece.control = p.control.defined() ? p.control.data<double>() : nullptr;
   piece.elements = p.master.elements();
-  piece.cols = gaps ? p.master.size(-1) : piece.elements;
-  piece.master_stride = stride("master", p.master);
-  piece.gradient_stride = stride("gradient", p.gradient);
-  piece.value_stride = p.value.defined() ? stride("value", p.value) : 0;
+  piece.cols = detail::common_cols({&p.master, &p.gradient, &p.value});
+  piece.master_stride = detail::row_stride(p.master, piece.cols);
+  piece.gradient_stride = detail::row_stride(p.gradient, piece.cols);
+  piece.value_stride = detail::row_stride(p.value, piece.cols);
   piece.beta1 = p.beta1;
   piece.beta2 = p.beta2;
   piece.epsilon = p.epsilon;
@@ -107,8 +104,8 @@ AdamwBatch::AdamwBatch(std::span<const AdamwArguments> parameters, StreamRef str
   table->parameters.assign(parameters.begin(), parameters.end());
   if (stream.device().is_cuda()) {
     const auto bytes = std::as_bytes(std::span<const AdamwPiece>(table->pieces));
-    table->device_pieces =
-        Tensor::from_host_bytes({static_cast<std::int64_t>(bytes.size() / sizeof(std::int64_t))}, DType::kInt64, bytes.data(), bytes.size(), stream);
+    table->device_pieces = Tensor::from_host_bytes({static_cast<std::int64_t>(bytes.size() / sizeof(std::int64_t))},
+                                                   DType::kInt64, bytes.data(), bytes.size(), stream);
   }
   table_ = std::move(table);
 }
@@ -130,12 +127,15 @@ void AdamwBatch::run(StreamRef stream) const {
   cuda::adamw(arguments, stream);
   table_->device_pieces.record_use(stream);
   for (const AdamwArguments& p : table_->parameters) {
-    for (const Tensor* t : {&p.master, &p.gradient, &p.first_moment, &p.second_moment, &p.value, &p.rates, &p.step, &p.control}) {
+    for (const Tensor* t :
+         {&p.master, &p.gradient, &p.first_moment, &p.second_moment, &p.value, &p.rates, &p.step, &p.control}) {
       t->record_use(stream);
     }
   }
 }
 
-void adamw_step(std::span<const AdamwArguments> parameters, StreamRef stream) { AdamwBatch(parameters, stream).run(stream); }
+void adamw_step(std::span<const AdamwArguments> parameters, StreamRef stream) {
+  AdamwBatch(parameters, stream).run(stream);
+}
 
 }  // namespace rowan

@@ -43,18 +43,20 @@ GradSquareSum::GradSquareSum(std::span<const Tensor> gradients, const Tensor& ac
   }
   for (std::size_t i = 0; i < gradients.size(); ++i) {
     const Tensor& gradient = gradients[i];
+    if (!gradient.defined()) continue;
     detail::require_on(kOp, "every gradient", gradient, stream);
-    if (i == 0) table->dtype = gradient.dtype();
+    if (table->pieces.empty()) table->dtype = gradient.dtype();
     detail::require_dtype(kOp, "every gradient", gradient, table->dtype);
-    const bool known = gradient.dtype() == DType::kFloat32 || (gradient.dtype() == DType::kFloat64 && stream.device().is_cpu());
-    detail::require(known, "{}: expected gradients of dtype float32 (or float64 on the CPU), got {} on {}", kOp, gradient.dtype(),
-                    stream.device());
-    const detail::RowView rows = detail::row_view(kOp, "every gradient", gradient);
+    const bool known =
+        gradient.dtype() == DType::kFloat32 || (gradient.dtype() == DType::kFloat64 && stream.device().is_cpu());
+    detail::require(known, "{}: expected gradients of dtype float32 (or float64 on the CPU), got {} on {}", kOp,
+                    gradient.dtype(), stream.device());
+    detail::require_rows(kOp, "every gradient", gradient);
     SquareSumPiece piece;
     piece.gradient = gradient.raw();
     piece.active = active.defined() ? active.data<std::int32_t>() + i : nullptr;
-    piece.cols = rows.cols;
-    piece.stride = rows.stride;
+    piece.cols = detail::common_cols({&gradient});
+    piece.stride = detail::row_stride(gradient, piece.cols);
     piece.elements = gradient.elements();
     piece.first_chunk = table->chunks;
     table->chunks += (piece.elements + kSquareSumChunk - 1) / kSquareSumChunk;
@@ -64,8 +66,8 @@ GradSquareSum::GradSquareSum(std::span<const Tensor> gradients, const Tensor& ac
   table->partial = Tensor::empty({table->chunks}, DType::kFloat64, stream);
   if (stream.device().is_cuda()) {
     const auto bytes = std::as_bytes(std::span<const SquareSumPiece>(table->pieces));
-    table->device_pieces =
-        Tensor::from_host_bytes({static_cast<std::int64_t>(bytes.size() / sizeof(std::int64_t))}, DType::kInt64, bytes.data(), bytes.size(), stream);
+    table->device_pieces = Tensor::from_host_bytes({static_cast<std::int64_t>(bytes.size() / sizeof(std::int64_t))},
+                                                   DType::kInt64, bytes.data(), bytes.size(), stream);
   }
   table_ = std::move(table);
 }
@@ -99,11 +101,14 @@ void grad_square_sum(std::span<const Tensor> gradients, Tensor& control, StreamR
   GradSquareSum(gradients, Tensor(), stream).run(control, stream, accumulate);
 }
 
-Tensor make_step_control(StreamRef stream) { return Tensor::from_host<double>({4}, std::vector<double>{0, 1, 0, 0}, stream); }
+Tensor make_step_control(StreamRef stream) {
+  return Tensor::from_host<double>({4}, std::vector<double>{0, 1, 0, 0}, stream);
+}
 
 void finish_step_control(Tensor& control, double max_norm, StreamRef stream) {
   require_control("finish_step_control", control, stream);
-  detail::require(std::isfinite(max_norm) && max_norm >= 0, "finish_step_control: expected max_norm >= 0 and finite, got {}", max_norm);
+  detail::require(std::isfinite(max_norm) && max_norm >= 0,
+                  "finish_step_control: expected max_norm >= 0 and finite, got {}", max_norm);
   if (stream.device().is_cpu()) {
     cpu::finish_step_control(control.data<double>(), max_norm);
   } else {
@@ -160,7 +165,8 @@ void advance_steps(const Tensor& control, const Tensor& active, Tensor& steps, T
   } else {
     cuda::advance_steps(arguments, stream);
   }
-  for (const Tensor* t : {&control, &active, static_cast<const Tensor*>(&steps), static_cast<const Tensor*>(&controls)}) t->record_use(stream);
+  for (const Tensor* t : {&control, &active, static_cast<const Tensor*>(&steps), static_cast<const Tensor*>(&controls)})
+    t->record_use(stream);
 }
 
 namespace {
@@ -171,8 +177,9 @@ void write(Tensor& destination, std::span<const T> values, StreamRef stream) {
   detail::require_dtype(kOp, "destination", destination, dtype_of<T>::value);
   detail::require_contiguous(kOp, "destination", destination);
   detail::require_on(kOp, "destination", destination, stream);
-  detail::require(destination.elements() == static_cast<std::int64_t>(values.size()), "{}: expected {} values for shape {}, got {}", kOp,
-                  destination.elements(), destination.shape(), values.size());
+  detail::require(destination.elements() == static_cast<std::int64_t>(values.size()),
+                  "{}: expected {} values for shape {}, got {}", kOp, destination.elements(), destination.shape(),
+                  values.size());
   if (stream.device().is_cpu()) {
     std::copy(values.begin(), values.end(), destination.data<T>());
     return;
@@ -183,8 +190,12 @@ void write(Tensor& destination, std::span<const T> values, StreamRef stream) {
 
 }  // namespace
 
-void write_values(Tensor& destination, std::span<const double> values, StreamRef stream) { write(destination, values, stream); }
+void write_values(Tensor& destination, std::span<const double> values, StreamRef stream) {
+  write(destination, values, stream);
+}
 
-void write_values(Tensor& destination, std::span<const std::int32_t> values, StreamRef stream) { write(destination, values, stream); }
+void write_values(Tensor& destination, std::span<const std::int32_t> values, StreamRef stream) {
+  write(destination, values, stream);
+}
 
 }  // namespace rowan
