@@ -1,0 +1,179 @@
+#include "rowan/ops/newton_schulz.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "core/check.h"
+#include "ops/alias.h"
+#include "ops/matrix_view.h"
+#include "ops/newton_schulz_backend.h"
+#include "ops/newton_schulz_products.h"
+
+namespace rowan {
+
+namespace {
+
+using detail::require;
+
+constexpr const char* kOp = "newton_schulz";
+constexpr std::int64_t kSkinnySide = 64;
+/// From this side on, gram_fp32 takes its p x p products in TF32.
+constexpr std::int64_t kTf32Side = 257;
+
+struct PathName {
+  NewtonSchulzPath path;
+  const char* name;
+};
+constexpr PathName kPathNames[] = {{NewtonSchulzPath::kAuto, "auto"},     {NewtonSchulzPath::kStandard, "standard"},
+                                   {NewtonSchulzPath::kGram, "gram"},     {NewtonSchulzPath::kSkinny, "skinny"},
+                                   {NewtonSchulzPath::kGramFp32, "gram_fp32"}, {NewtonSchulzPath::kSvd, "svd"}};
+
+NewtonSchulzMatrix check_matrix(const char* name, const Tensor& t, NewtonSchulzPath path, StreamRef stream) {
+  const detail::MatrixView view = detail::matrix_view(kOp, name, t);
+  require(t.dtype() == DType::kBFloat16 || t.dtype() == DType::kFloat32 || (t.dtype() == DType::kFloat64 && path == NewtonSchulzPath::kSvd),
+          "{}: expected {} of dtype bfloat16 or float32 (float64 for svd), got {}", kOp, name, t.dtype());
+  detail::require_on(kOp, name, t, stream);
+  return {t.raw(), t.dtype(), view.batches, view.rows, view.cols, view.batch_stride, view.row_stride};
+}
+
+NewtonSchulzSteps check_options(const NewtonSchulzOptions& options) {
+  require(options.steps >= 1 && options.steps <= NewtonSchulzSteps::kMost, "{}: expected 1 to {} steps, got {}", kOp,
+          static_cast<int>(NewtonSchulzSteps::kMost), options.steps);
+  require(options.epsilon >= 0 && std::isfinite(options.epsilon), "{}: expected an epsilon of 0 or more, got {}", kOp, options.epsilon);
+  const auto& [coefficients, factor] = options.schedule;
+  require(factor > 0 && std::isfinite(factor), "{}: expected a norm_factor above 0, got {}", kOp, factor);
+  require(!coefficients.empty(), "{}: expected coefficients, got an empty schedule", kOp);
+  NewtonSchulzSteps steps;
+  for (; steps.count < options.steps; ++steps.count) {
+    const NewtonSchulzCoefficients& step = coefficients[std::min(static_cast<std::size_t>(steps.count), coefficients.size() - 1)];
+    require(std::isfinite(step.a) && std::isfinite(step.b) && std::isfinite(step.c), "{}: expected finite coefficients, got {}, {}, {}", kOp,
+            step.a, step.b, step.c);
+    steps.step[steps.count] = step;
+  }
+  return steps;
+}
+
+void set_square_sums(const Tensor& sums, const Tensor& u, InverseNormArguments& norms, StreamRef stream) {
+  detail::require_dtype(kOp, "row_square_sum", sums, DType::kFloat64);
+  detail::require_on(kOp, "row_square_sum", sums, stream);
+  require(sums.rank() == u.rank() - 1, "{}: expected row_square_sum of rank {}, got shape {}", kOp, u.rank() - 1, sums.shape());
+  for (int d = 0; d < sums.rank() - 1; ++d) {
+    require(sums.size(d) == u.size(d), "{}: expected row_square_sum with the leading dimensions of {}, got shape {}", kOp, u.shape(), sums.shape());
+  }
+  detail::require_unit_columns(kOp, "row_square_sum", sums);
+  // The leading dimensions of [.., n] are those of [.., n, 1].
+  const bool two = sums.rank() == 3 && sums.size(0) > 1 && sums.size(1) > 1;
+  require(!two || sums.stride(0) == sums.stride(1) * sums.size(1), "{}: expected row_square_sum with leading dimensions that one stride walks, got shape {}",
+          kOp, sums.shape());
+  norms.square_sums = sums.data<double>();
+  norms.square_sum_count = sums.size(-1);
+  if (sums.rank() == 2) norms.square_sum_stride = sums.stride(0);
+  if (sums.rank() == 3) norms.square_sum_stride = sums.size(1) > 1 ? sums.stride(1) : sums.stride(0);
+}
+
+/// float64 [batches].
+Tensor inverse_norms(InverseNormArguments& norms, StreamRef stream) {
+  Tensor inverse = Tensor::empty({norms.u.batches}, DType::kFloat64, stream);
+  norms.inverse = inverse.data<double>();
+  if (stream.device().is_cuda()) {
+    const Tensor workspace = Tensor::empty({cuda::inverse_norms_workspace(norms)}, DType::kFloat64, stream);
+    cuda::inverse_norms(norms, workspace.data<double>(), stream);
+  } else {
+    cpu::inverse_norms(norms);
+  }
+  return inverse;
+}
+
+/// CPU: every path but standard and svd in float32, without rounding operands to float16 as CUDA's gram does: faster there and nearer to the
+/// exact polynomial.
+void run(NewtonSchulzPath path, const GramFloatArguments& a, const Tensor& inverse, StreamRef stream) {
+  if (path == NewtonSchulzPath::kStandard) {
+    detail::newton_schulz_standard(a.u, a.out, inverse, a.steps, stream);
+  } else if (stream.device().is_cpu()) {
+    cpu::newton_schulz_gram_float(a);
+  } else if (path == NewtonSchulzPath::kSkinny) {
+    const Tensor workspace = Tensor::empty({cuda::newton_schulz_skinny_workspace(a.u)}, DType::kFloat32, stream);
+    cuda::newton_schulz_skinny(a, workspace.data<float>(), stream);
+  } else if (path == NewtonSchulzPath::kGram) {
+    detail::newton_schulz_gram(a.u, a.out, inverse, a.steps, {}, stream);
+  } else {
+    detail::newton_schulz_gram(a.u, a.out, inverse, a.steps, {DType::kFloat32, 0, false, kTf32Side}, stream);
+  }
+}
+
+}  // namespace
+
+const char* to_string(NewtonSchulzPath path) noexcept {
+  for (const auto& [value, name] : kPathNames) {
+    if (value == path) return name;
+  }
+  return "?";
+}
+
+NewtonSchulzPath parse_newton_schulz_path(const std::string& text) {
+  for (const auto& [value, name] : kPathNames) {
+    if (text == name) return value;
+  }
+  detail::fail(ErrorKind::kInvalidArgument, "{}: expected auto, standard, gram, skinny, gram_fp32 or svd, got {}", kOp, text);
+}
+
+NewtonSchulzSchedule newton_schulz_schedule(const std::string& name) {
+  if (name == "jordan") return {{{3.4445, -4.7750, 2.0315}}, 1.0};
+  if (name == "quintic") {
+    return {{{4.0848, -6.8946, 2.9270},
+             {3.9505, -6.3029, 2.6377},
+             {3.7418, -5.5913, 2.3037},
+             {2.8769, -3.1427, 1.2046},
+             {2.8366, -3.0525, 1.2012}},
+            1.0};
+  }
+  if (name == "polar_express") {
+    return {{{8.1566, -22.4833, 15.8788},
+             {4.0429, -2.8089, 0.5000},
+             {3.8917, -2.7725, 0.5061},
+             {3.2858, -2.3681, 0.4645},
+             {2.3465, -1.7098, 0.4232}},
+            1.02};
+  }
+  detail::fail(ErrorKind::kInvalidArgument, "{}: expected coefficients jordan, quintic or polar_express, got {}", kOp, name);
+}
+
+NewtonSchulzPath resolve_newton_schulz_path(NewtonSchulzPath path, std::int64_t rows, std::int64_t columns) noexcept {
+  if (path != NewtonSchulzPath::kAuto) return path;
+  return std::min(rows, columns) <= kSkinnySide ? NewtonSchulzPath::kSkinny : NewtonSchulzPath::kGram;
+}
+
+void newton_schulz(const Tensor& u, Tensor& out, const NewtonSchulzOptions& options, StreamRef stream, const Tensor* row_square_sum) {
+  GramFloatArguments a;
+  a.u = check_matrix("u", u, options.path, stream);
+  detail::require_shape(kOp, "out", out, u.shape());
+  a.out = check_matrix("out", out, options.path, stream);
+  a.steps = check_options(options);
+  const NewtonSchulzPath path = resolve_newton_schulz_path(options.path, a.u.rows, a.u.cols);
+  require(path != NewtonSchulzPath::kSkinny || a.u.short_side() <= kSkinnySide, "{}: expected a shorter side of at most {} for skinny, got shape {}",
+          kOp, kSkinnySide, u.shape());
+  if (path == NewtonSchulzPath::kSvd && stream.device().is_cuda()) {
+    detail::fail(ErrorKind::kUnsupported, "{}: expected svd on the CPU, got {}", kOp, stream.device());
+  }
+  detail::require_apart(kOp, "out", out, "u", u);
+  InverseNormArguments norms;
+  norms.u = a.u;
+  if (row_square_sum) set_square_sums(*row_square_sum, u, norms, stream);
+  if (u.elements() == 0) return;
+
+  if (path == NewtonSchulzPath::kSvd) {
+    cpu::polar_factor(a.u, a.out);
+    return;
+  }
+  norms.factor = options.schedule.norm_factor;
+  norms.epsilon = options.epsilon;
+  norms.round_to_bfloat16 = path == NewtonSchulzPath::kStandard;
+  const Tensor inverse = inverse_norms(norms, stream);
+  a.inverse = inverse.data<double>();
+  run(path, a, inverse, stream);
+  u.record_use(stream);
+  out.record_use(stream);
+  if (row_square_sum) row_square_sum->record_use(stream);
+}
+
+}  // namespace rowan

@@ -1,0 +1,101 @@
+// Private backend of Newton-Schulz: the same calls for both devices, but for kernels that only one of them has.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "rowan/core/dtype.h"
+#include "rowan/core/rng.h"
+#include "rowan/core/stream.h"
+#include "rowan/ops/newton_schulz.h"
+
+namespace rowan {
+
+/// Element (b, i, j) lies at b * batch_stride + i * row_stride + j.
+struct NewtonSchulzMatrix {
+  void* data = nullptr;
+  DType dtype = DType::kFloat32;
+  std::int64_t batches = 0;
+  std::int64_t rows = 0;
+  std::int64_t cols = 0;
+  std::int64_t batch_stride = 0;
+  std::int64_t row_stride = 0;
+
+  bool is_wide() const { return rows <= cols; }
+  std::int64_t short_side() const { return is_wide() ? rows : cols; }
+  std::int64_t long_side() const { return is_wide() ? cols : rows; }
+};
+
+/// inverse[b] = 1 / (factor ||u_b|| + epsilon), 0 where that divides by zero.
+struct InverseNormArguments {
+  NewtonSchulzMatrix u;
+  const double* square_sums = nullptr;  ///< null: taken from u
+  std::int64_t square_sum_count = 0;    ///< a matrix
+  std::int64_t square_sum_stride = 0;   ///< from one matrix to the next
+  double factor = 1;
+  double epsilon = 0;
+  bool round_to_bfloat16 = false;  ///< the norm, and again after epsilon
+  double* inverse = nullptr;       ///< [batches]
+};
+
+/// Steps of the iteration, by value in kernel arguments.
+struct NewtonSchulzSteps {
+  static constexpr int kMost = 64;
+  int count = 0;
+  NewtonSchulzCoefficients step[kMost];
+};
+
+/// The iteration on Gram matrices in float32: out = Q (u inverse), Q from R = X X^T.
+struct GramFloatArguments {
+  NewtonSchulzMatrix u;
+  NewtonSchulzMatrix out;
+  const double* inverse = nullptr;
+  NewtonSchulzSteps steps;
+};
+
+namespace detail {
+
+/// x with `bits` significant bits, rounded to nearest even, at any magnitude.
+ROWAN_HOST_DEVICE inline double round_significand(double x, int bits) {
+  if (!(x > 0) || x > 1.7976931348623157e308) return x;  // zero, NaN, infinity; norms are not negative
+  int exponent = 0;
+  const double fraction = frexp(x, &exponent);
+  return ldexp(rint(ldexp(fraction, bits)), exponent - bits);
+}
+
+ROWAN_HOST_DEVICE inline double inverse_norm(double square_sum, double factor, double epsilon, bool round_to_bfloat16) {
+  constexpr int kBits = 8;
+  double size = factor * sqrt(square_sum);
+  if (round_to_bfloat16) size = round_significand(round_significand(size, kBits) + epsilon, kBits);
+  else size += epsilon;
+  return size == 0 ? 0.0 : 1 / size;
+}
+
+}  // namespace detail
+
+namespace cpu {
+void inverse_norms(const InverseNormArguments& arguments);
+/// x = u inverse[b] scale, rounded once, in the upper left of x's matrices; zeros elsewhere.
+void newton_schulz_load(const NewtonSchulzMatrix& u, const double* inverse, double scale, const NewtonSchulzMatrix& x);
+/// q = alpha z + beta I for square matrices.
+void newton_schulz_add_identity(const NewtonSchulzMatrix& z, double alpha, double beta, const NewtonSchulzMatrix& q);
+/// out = scale x, reading the upper left of x's matrices.
+void newton_schulz_store(const NewtonSchulzMatrix& x, double scale, const NewtonSchulzMatrix& out);
+void newton_schulz_gram_float(const GramFloatArguments& arguments);
+/// The polar factor of u in float64 by one-sided Jacobi rotations.
+void polar_factor(const NewtonSchulzMatrix& u, const NewtonSchulzMatrix& out);
+}  // namespace cpu
+
+namespace cuda {
+/// Doubles of scratch memory for inverse_norms.
+std::int64_t inverse_norms_workspace(const InverseNormArguments& arguments);
+void inverse_norms(const InverseNormArguments& arguments, double* workspace, StreamRef stream);
+void newton_schulz_load(const NewtonSchulzMatrix& u, const double* inverse, double scale, const NewtonSchulzMatrix& x, StreamRef stream);
+void newton_schulz_add_identity(const NewtonSchulzMatrix& z, double alpha, double beta, const NewtonSchulzMatrix& q, StreamRef stream);
+void newton_schulz_store(const NewtonSchulzMatrix& x, double scale, const NewtonSchulzMatrix& out, StreamRef stream);
+/// Floats of scratch memory for newton_schulz_skinny; short sides up to 64.
+std::int64_t newton_schulz_skinny_workspace(const NewtonSchulzMatrix& u);
+void newton_schulz_skinny(const GramFloatArguments& arguments, float* workspace, StreamRef stream);
+}  // namespace cuda
+
+}  // namespace rowan
