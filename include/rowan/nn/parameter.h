@@ -30,6 +30,9 @@ struct Parameter {
   /// dtype; undefined when frozen.
   Tensor master;
   Tensor grad;  ///< accumulated by backward, of master's dtype and value's shape; undefined when frozen
+  /// False: backward did not reach this parameter in the step at hand; the optimizer leaves it and its state alone and
+  /// does not read grad.
+  bool has_grad = true;
   bool trainable = false;
   MatrixLayout layout = MatrixLayout::kOutIn;
   Shard shard;
