@@ -1,0 +1,57 @@
+// Strict JSON: what nlohmann-json checks (grammar, UTF-8, surrogates) plus duplicate keys, depth, size, and raw NUL
+// bytes.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <string_view>
+#include <unordered_set>
+#include <vector>
+
+namespace rowan::detail {
+
+/// Text from a file as it may appear in a message: escaped, at most 80 bytes of it, in double quotes.
+std::string quote(std::string_view text);
+
+/// Receives the events of a strict scan. Overriders call the base first. Every failure throws Format naming the file.
+class JsonScanner : public nlohmann::json_sax<nlohmann::json> {
+ public:
+  explicit JsonScanner(std::filesystem::path source) : source_(std::move(source)) {}
+  /// Scans one JSON text with nothing but white space around it.
+  void scan(std::string_view text);
+
+  bool null() override { return true; }
+  bool boolean(bool) override { return true; }
+  bool number_integer(number_integer_t) override { return true; }
+  bool number_unsigned(number_unsigned_t) override { return true; }
+  bool number_float(number_float_t, const string_t&) override { return true; }
+  bool string(string_t&) override { return true; }
+  bool binary(binary_t&) override { return true; }
+  bool key(string_t& name) override;
+  bool start_object(std::size_t) override;
+  bool end_object() override;
+  bool start_array(std::size_t) override;
+  bool end_array() override;
+  bool parse_error(std::size_t position, const std::string& token, const nlohmann::json::exception& error) override;
+
+ protected:
+  /// Containers open around the current value.
+  int depth() const noexcept { return depth_; }
+  [[noreturn]] void fail(const std::string& cause) const;
+
+ private:
+  void enter();
+
+  std::filesystem::path source_;
+  int depth_ = 0;
+  std::size_t keys_ = 0;  // of all open objects
+  std::vector<std::unordered_set<std::string>> open_objects_;
+};
+
+/// Reads a JSON object from a file of at most `max_bytes`. Numbers that overflow are errors.
+nlohmann::json read_json_object(const std::filesystem::path& path, std::int64_t max_bytes);
+
+}  // namespace rowan::detail
