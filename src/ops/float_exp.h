@@ -13,8 +13,8 @@ inline float select(bool condition, float a, float b) noexcept {
   return std::bit_cast<float>((std::bit_cast<std::uint32_t>(a) & mask) | (std::bit_cast<std::uint32_t>(b) & ~mask));
 }
 
-/// exp(x) within 1 ulp for all x (tests/ops/float_exp_test.cpp), infinities, NaN and subnormal results included. The method is that of
-/// Cephes' expf: x = n ln 2 + r, a polynomial in r, scaling by 2^n.
+/// exp(x) within 1 ulp for all x (tests/ops/float_exp_test.cpp), infinities, NaN and subnormal results included. The
+/// method is that of Cephes' expf: x = n ln 2 + r, a polynomial in r, scaling by 2^n.
 inline float vector_exp(float x) noexcept {
   x = select(x < -104.0f, -104.0f, x);  // NaN stays
   x = select(x > 89.0f, 89.0f, x);

@@ -1,5 +1,5 @@
-// Rotary position embedding (Su et al., "RoFormer", arXiv 2104.09864) in Hugging Face's half-rotation layout: element j of a head is
-// rotated together with element j + head_dim / 2.
+// Rotary position embedding (Su et al., "RoFormer", arXiv 2104.09864) in Hugging Face's half-rotation layout: element j
+// of a head is rotated together with element j + head_dim / 2.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,8 @@ namespace rowan {
 
 enum class RotaryType {
   kDefault,  ///< the frequencies of theta alone
-  kLlama3,   ///< slow frequencies divided by `factor`, a ramp in between (Llama 3.1, `rope_type` "llama3" in Transformers)
+  kLlama3,   ///< slow frequencies divided by `factor`, a ramp in between (Llama 3.1, `rope_type` "llama3" in
+             ///< Transformers)
 };
 
 struct RotaryConfig {
@@ -29,15 +30,18 @@ struct RotaryConfig {
 /// Throws InvalidArgument for an odd or non-positive head_dim, and for parameters that give no finite frequencies.
 std::vector<double> rotary_frequencies(const RotaryConfig& config);
 
-/// Cosines and sines of position * frequency, computed in float64 on the host: float32 [max_positions, head_dim / 2, 2] on the stream's
-/// device, last index 0 the cosine and 1 the sine. Throws InvalidArgument as rotary_frequencies does, or for max_positions < 0.
+/// Cosines and sines of position * frequency, computed in float64 on the host: float32 [max_positions, head_dim / 2, 2]
+/// on the stream's device, last index 0 the cosine and 1 the sine. Throws InvalidArgument as rotary_frequencies does,
+/// or for max_positions < 0.
 Tensor rotary_table(const RotaryConfig& config, std::int64_t max_positions, StreamRef stream);
 
 /// Rotates every head of x in place: with (c, s) = table[positions[i], j], h = head_dim / 2,
-///   x'[j] = x[j] c - x[j + h] s,   x'[j + h] = x[j + h] c + x[j] s;   `inverse` takes -s and is the backward of the rotation.
-/// x [M, heads, head_dim] of a floating dtype, unit last stride, any other strides (a view of a fused buffer); positions int32 [M],
-/// contiguous; table from rotary_table. One rounding to x's dtype. A position outside the table: on the CPU InvalidArgument (x
-/// untouched); on CUDA that row becomes NaN. Throws InvalidArgument when shapes, dtypes, strides or devices do not fit.
+///   x'[j] = x[j] c - x[j + h] s,   x'[j + h] = x[j + h] c + x[j] s;   `inverse` takes -s and is the backward of the
+///   rotation.
+/// x [M, heads, head_dim] of a floating dtype, unit last stride, any other strides (a view of a fused buffer);
+/// positions int32 [M], contiguous; table from rotary_table. One rounding to x's dtype. A position outside the table:
+/// on the CPU InvalidArgument (x untouched); on CUDA that row becomes NaN. Throws InvalidArgument when shapes, dtypes,
+/// strides or devices do not fit.
 void rotary_apply(Tensor& x, const Tensor& positions, const Tensor& table, StreamRef stream, bool inverse = false);
 
 }  // namespace rowan
