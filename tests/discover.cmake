@@ -53,7 +53,7 @@ foreach(case IN LISTS all_cases)
   string(REPLACE "<semicolon>" ";" name "${case}")
   string(REPLACE "<open>" "[" name "${name}")
   string(REPLACE "<close>" "]" name "${name}")
-  string(REGEX REPLACE "([][,\\])" "\\\\\\1" spec "${name}")
+  string(REGEX REPLACE "([][,\\\"])" "\\\\\\1" spec "${name}")
   add_test("${name}" "${executable}" "${spec}" ${strict})
   set_tests_properties("${name}" PROPERTIES
     LABELS "${labels}" WORKING_DIRECTORY "${working_directory}" ENVIRONMENT "OMP_WAIT_POLICY=passive" TIMEOUT 600)
