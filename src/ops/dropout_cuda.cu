@@ -15,7 +15,7 @@ template <class T>
 __global__ void __launch_bounds__(kThreads)
     dropout_kernel(MatrixRef x, MaskArguments mask, MatrixRef y, std::int64_t runs_per_row) {
   const std::int64_t step = static_cast<std::int64_t>(gridDim.x) * kThreads;
-  MaskCursor cursor(mask);
+  const MaskWords words(mask);
   const auto factor = static_cast<float>(mask.factor);
   for (std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < x.rows * runs_per_row;
        i += step) {
@@ -23,9 +23,10 @@ __global__ void __launch_bounds__(kThreads)
     const T* const in = static_cast<const T*>(x.data) + row * x.row_stride;
     T* const out = static_cast<T*>(y.data) + row * y.row_stride;
     const std::int64_t last = min(first + kRun, x.cols);
-    for (std::int64_t j = first; j < last; ++j) {
-      const bool keep = !mask.active || cursor.keeps(static_cast<std::uint64_t>(row * x.cols + j));
-      out[j] = from_float<T>(keep ? factor * to_float(in[j]) : 0.0f);
+    const auto count = static_cast<int>(last - first);
+    const unsigned bits = mask.active ? words.keep_bits(static_cast<std::uint64_t>(row * x.cols + first), count) : ~0u;
+    for (int e = 0; e < count; ++e) {
+      out[first + e] = from_float<T>((bits >> e & 1u) != 0 ? factor * to_float(in[first + e]) : 0.0f);
     }
   }
 }
