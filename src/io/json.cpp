@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <limits>
 
 #include "io/input_file.h"
 #include "rowan/io/atomic_file.h"
@@ -33,6 +34,7 @@ void JsonScanner::scan(std::string_view text) {
 bool JsonScanner::key(string_t& name) {
   if (++keys_ > kMaxOpenKeys) fail(fmt::format("JSON objects hold more than {} keys", kMaxOpenKeys));
   if (!open_objects_.back().insert(name).second) fail(fmt::format("duplicate key {}", quote(name)));
+  last_key_ = name;
   return true;
 }
 
@@ -71,17 +73,82 @@ bool JsonScanner::parse_error(std::size_t position, const std::string&, const nl
   if (const auto start = cause.find(": "); start != cause.npos) cause.remove_prefix(start + 2);
   cause = cause.substr(0, std::min<std::size_t>(cause.find("last read:"), 160));
   while (cause.ends_with(' ') || cause.ends_with(';') || cause.ends_with('-')) cause.remove_suffix(1);
-  fail(fmt::format("malformed JSON at byte {}: {}", position, cause));
+  const std::string where = last_key_.empty() ? "" : fmt::format(" (behind key {})", quote(last_key_));
+  fail(fmt::format("malformed JSON at byte {}{}: {}", position, where, cause));
 }
 
 void JsonScanner::fail(const std::string& cause) const { fail_format(source_, cause); }
 
-nlohmann::json read_json_object(const std::filesystem::path& path, std::int64_t max_bytes) {
+template <class Json>
+Json read_json_object(const std::filesystem::path& path, std::int64_t max_bytes) {
   const std::string text = read_text_file(path, max_bytes);
   JsonScanner(path).scan(text);
-  nlohmann::json value = nlohmann::json::parse(text);
+  Json value = Json::parse(text);
   if (!value.is_object()) fail_format(path, fmt::format("expected a JSON object, got {}", value.type_name()));
   return value;
+}
+template nlohmann::json read_json_object(const std::filesystem::path&, std::int64_t);
+template nlohmann::ordered_json read_json_object(const std::filesystem::path&, std::int64_t);
+
+std::string describe(const nlohmann::ordered_json& value) {
+  if (value.is_string()) return quote(value.get_ref<const std::string&>());
+  return value.is_structured() ? fmt::format("an {}", value.type_name()) : value.dump();
+}
+
+const nlohmann::ordered_json* JsonObject::find(const std::string& name) const {
+  const auto place = object_.find(name);
+  return place == object_.end() || place->is_null() ? nullptr : &*place;
+}
+
+const nlohmann::ordered_json& JsonObject::at(const std::string& name) const {
+  const auto* value = find(name);
+  if (value == nullptr) fail(name, "it is missing");
+  return *value;
+}
+
+std::int64_t JsonObject::integer(const std::string& name, std::int64_t min, std::int64_t max) const {
+  const auto& value = at(name);
+  const bool fits = value.is_number_unsigned() ? value.get<std::uint64_t>() <= std::numeric_limits<std::int64_t>::max()
+                                               : value.is_number_integer();
+  if (!fits || value.get<std::int64_t>() < min || value.get<std::int64_t>() > max) {
+    fail(name, fmt::format("expected an integer from {} to {}, got {}", min, max, describe(value)));
+  }
+  return value.get<std::int64_t>();
+}
+
+double JsonObject::number(const std::string& name, double min, double max) const {
+  const auto& value = at(name);
+  if (!value.is_number() || !(value.get<double>() >= min && value.get<double>() <= max)) {
+    fail(name, fmt::format("expected a number from {} to {}, got {}", min, max, describe(value)));
+  }
+  return value.get<double>();
+}
+
+const std::string& JsonObject::string(const std::string& name) const {
+  const auto& value = at(name);
+  if (!value.is_string()) fail(name, fmt::format("expected a string, got {}", describe(value)));
+  return value.get_ref<const std::string&>();
+}
+
+bool JsonObject::boolean(const std::string& name, bool absent) const {
+  const auto* value = find(name);
+  if (value == nullptr) return absent;
+  if (!value->is_boolean()) fail(name, fmt::format("expected true or false, got {}", describe(*value)));
+  return value->get<bool>();
+}
+
+JsonObject JsonObject::object(const std::string& name) const {
+  const auto& value = at(name);
+  if (!value.is_object()) fail(name, fmt::format("expected an object, got {}", describe(value)));
+  return {path_, value, prefix_ + name + "."};
+}
+
+void JsonObject::fail(const std::string& name, const std::string& cause) const {
+  fail_format(path_, fmt::format("{}{}: {}", prefix_, name, cause));
+}
+
+void JsonObject::refuse(const std::string& name, const std::string& cause) const {
+  throw Error(ErrorKind::kUnsupported, fmt::format("{}: {}{}: {}", path_.string(), prefix_, name, cause));
 }
 
 }  // namespace rowan::detail

@@ -48,10 +48,45 @@ class JsonScanner : public nlohmann::json_sax<nlohmann::json> {
   std::filesystem::path source_;
   int depth_ = 0;
   std::size_t keys_ = 0;  // of all open objects
+  std::string last_key_;
   std::vector<std::unordered_set<std::string>> open_objects_;
 };
 
-/// Reads a JSON object from a file of at most `max_bytes`. Numbers that overflow are errors.
-nlohmann::json read_json_object(const std::filesystem::path& path, std::int64_t max_bytes);
+/// Reads a JSON object from a file of at most `max_bytes`. Members keep their order in ordered_json (whose lookup is
+/// linear).
+template <class Json = nlohmann::json>
+Json read_json_object(const std::filesystem::path& path, std::int64_t max_bytes);
+
+/// Members of a JSON object, taken with their types and ranges checked. Errors are Format: "FILE: MEMBER: expected …,
+/// got …". A member that is null counts as absent. The object must outlive this view.
+class JsonObject {
+ public:
+  JsonObject(std::filesystem::path path, const nlohmann::ordered_json& object, std::string prefix = "")
+      : path_(std::move(path)), object_(object), prefix_(std::move(prefix)) {}
+
+  /// Null when absent.
+  const nlohmann::ordered_json* find(const std::string& name) const;
+  bool has(const std::string& name) const { return find(name) != nullptr; }
+  const nlohmann::ordered_json& at(const std::string& name) const;
+
+  std::int64_t integer(const std::string& name, std::int64_t min, std::int64_t max) const;
+  double number(const std::string& name, double min, double max) const;
+  const std::string& string(const std::string& name) const;
+  bool boolean(const std::string& name, bool absent) const;
+  JsonObject object(const std::string& name) const;
+  const nlohmann::ordered_json& members() const noexcept { return object_; }
+
+  [[noreturn]] void fail(const std::string& name, const std::string& cause) const;
+  /// Throws Unsupported: "FILE: MEMBER: CAUSE".
+  [[noreturn]] void refuse(const std::string& name, const std::string& cause) const;
+
+ private:
+  std::filesystem::path path_;
+  const nlohmann::ordered_json& object_;
+  std::string prefix_;  // of member names in messages: "rope_parameters."
+};
+
+/// A value as it may appear in a message.
+std::string describe(const nlohmann::ordered_json& value);
 
 }  // namespace rowan::detail
