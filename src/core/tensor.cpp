@@ -35,6 +35,14 @@ void Storage::record_use(StreamRef stream) {
   uses_.emplace_back(stream, Event(stream.device())).second.record(stream);
 }
 
+std::shared_ptr<void> Storage::claim_slack() {
+  const std::lock_guard lock(mutex_);
+  if (!slack_claim_.expired()) return nullptr;
+  auto claim = std::make_shared<char>();
+  slack_claim_ = claim;
+  return claim;
+}
+
 // Construction
 
 namespace {
@@ -284,6 +292,8 @@ Tensor Tensor::slack_view(std::int64_t columns) const {
   Tensor view = with_slack(columns);
   return view.slice(-1, size(-1), size(-1) + columns);
 }
+
+std::shared_ptr<void> Tensor::claim_slack() const { return storage_ && slack_ > 0 ? storage_->claim_slack() : nullptr; }
 
 // Copies
 

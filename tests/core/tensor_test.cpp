@@ -116,6 +116,16 @@ TEST_CASE("slack columns belong to rows and only to whole rows") {
   CHECK_THROWS_AS(counting({2, 2}, stream).with_slack(1), Error);
 }
 
+TEST_CASE("slack is claimed by one holder at a time") {
+  const Tensor t = Tensor::empty_with_slack({2, 3}, 4, DType::kFloat32, StreamRef());
+  auto claim = t.claim_slack();
+  CHECK(claim);
+  CHECK_FALSE(t.slice(0, 1, 2).claim_slack());
+  claim.reset();
+  CHECK(t.claim_slack());
+  CHECK_FALSE(counting({2, 2}, StreamRef()).claim_slack());
+}
+
 TEST_CASE("shapes refuse negative extents, overflow and too many dimensions") {
   CHECK_THROWS_AS((Shape{2, -1}), Error);
   CHECK_THROWS_AS((Shape{1, 1, 1, 1, 1, 1}), Error);

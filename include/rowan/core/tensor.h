@@ -30,6 +30,8 @@ class Storage {
   StreamRef stream() const noexcept { return stream_; }
   Device device() const noexcept { return stream_.device(); }
   void record_use(StreamRef stream);
+  /// See Tensor::claim_slack.
+  std::shared_ptr<void> claim_slack();
 
  private:
   AllocatorPtr allocator_;
@@ -38,6 +40,7 @@ class Storage {
   std::byte* data_ = nullptr;
   std::mutex mutex_;
   std::vector<std::pair<StreamRef, Event>> uses_;
+  std::weak_ptr<void> slack_claim_;
 };
 
 /// Value type: shared storage + offset + shape + strides (in elements) + dtype. Copies and views share memory, const or not: a
@@ -101,6 +104,9 @@ class Tensor {
   Tensor with_slack(std::int64_t columns) const;
   /// Only the first `columns` spare columns: shape [.., columns].
   Tensor slack_view(std::int64_t columns) const;
+  /// Marks the spare columns of this storage as taken for as long as the returned token lives: who stores something in them holds it.
+  /// Null while another token lives, and for a tensor without slack.
+  std::shared_ptr<void> claim_slack() const;
 
   // Copies.
   /// A contiguous copy on the same device.
