@@ -21,6 +21,7 @@ std::uintmax_t size_of_whole_lines(std::FILE* file, std::uintmax_t size) {
     if (std::fseek(file, static_cast<long>(size - 1), SEEK_SET) != 0 || std::fgetc(file) == '\n') break;
     --size;
   }
+  std::rewind(file);  // C asks for it between reading and writing
   return size;
 }
 
