@@ -14,8 +14,8 @@ struct AdamwPiece {
   const void* gradient = nullptr;
   void* first_moment = nullptr;
   void* second_moment = nullptr;
-  void* value = nullptr;            ///< null: no 16-bit copy
-  const double* rates = nullptr;    ///< {lr, weight decay}
+  void* value = nullptr;          ///< null: no 16-bit copy
+  const double* rates = nullptr;  ///< {lr, weight decay}
   const std::int64_t* step = nullptr;
   const double* control = nullptr;  ///< null: factor 1, never skipped
   std::int64_t cols = 0;            ///< elements of a row, in every tensor

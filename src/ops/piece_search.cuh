@@ -5,7 +5,8 @@
 
 namespace rowan::cuda {
 
-/// Index of the last piece whose first_chunk is <= chunk. Pieces without chunks share first_chunk with their successor and are passed over.
+/// Index of the last piece whose first_chunk is <= chunk. Pieces without chunks share first_chunk with their successor
+/// and are passed over.
 template <class Piece>
 __device__ std::int64_t find_piece(const Piece* pieces, std::int64_t count, std::int64_t chunk) {
   std::int64_t low = 0, high = count;  // the answer lies in [low, high)

@@ -6,8 +6,8 @@
 
 namespace rowan::detail {
 
-/// Calls f(i, row, col, count) for the runs that make up elements [begin, end) of a row-major count: elements i .. i + count lie in `row`
-/// from `col` on.
+/// Calls f(i, row, col, count) for the runs that make up elements [begin, end) of a row-major count: elements i .. i +
+/// count lie in `row` from `col` on.
 template <class F>
 void for_each_run(std::int64_t begin, std::int64_t end, std::int64_t cols, F&& f) {
   while (begin < end) {

@@ -10,10 +10,12 @@ namespace {
 template <class T>
 double square_sum(const SquareSumPiece& piece, std::int64_t begin, std::int64_t end) {
   double sum = 0;
-  detail::for_each_run(begin, end, piece.cols, [&](std::int64_t, std::int64_t row, std::int64_t col, std::int64_t count) {
-    const T* const g = static_cast<const T*>(piece.gradient) + row * piece.stride + col;
-    for (std::int64_t i = 0; i < count; ++i) sum += static_cast<double>(g[i]) * static_cast<double>(g[i]);
-  });
+  detail::for_each_run(begin, end, piece.cols,
+                       [&](std::int64_t, std::int64_t row, std::int64_t col, std::int64_t count) {
+                         const T* const g = static_cast<const T*>(piece.gradient) + row * piece.stride + col;
+                         for (std::int64_t i = 0; i < count; ++i)
+                           sum += static_cast<double>(g[i]) * static_cast<double>(g[i]);
+                       });
   return sum;
 }
 
@@ -29,7 +31,8 @@ void grad_square_sum(const SquareSumArguments& a) {
         if (piece.active && *piece.active == 0) {
           a.partial[chunk] = 0;
         } else {
-          a.partial[chunk] = a.dtype == DType::kFloat64 ? square_sum<double>(piece, begin, end) : square_sum<float>(piece, begin, end);
+          a.partial[chunk] =
+              a.dtype == DType::kFloat64 ? square_sum<double>(piece, begin, end) : square_sum<float>(piece, begin, end);
         }
       }
     }
@@ -44,7 +47,8 @@ void finish_step_control(double* control, double max_norm) { detail::finish_step
 void count_skipped_step(double* control) { detail::count_skipped_step(control); }
 
 void advance_steps(const AdvanceArguments& a) {
-  for (std::int64_t p = 0; p < a.count; ++p) detail::advance_step(a.control, a.active[p] != 0, a.steps + p, a.controls + 4 * p);
+  for (std::int64_t p = 0; p < a.count; ++p)
+    detail::advance_step(a.control, a.active[p] != 0, a.steps + p, a.controls + 4 * p);
 }
 
 }  // namespace rowan::cpu

@@ -23,7 +23,8 @@ __device__ double block_sum(double value) {
   return shared[0];
 }
 
-__global__ void __launch_bounds__(kThreads) square_sum_kernel(const SquareSumPiece* pieces, std::int64_t piece_count, double* partial) {
+__global__ void __launch_bounds__(kThreads)
+    square_sum_kernel(const SquareSumPiece* pieces, std::int64_t piece_count, double* partial) {
   const std::int64_t chunk = blockIdx.x;
   const SquareSumPiece piece = pieces[find_piece(pieces, piece_count, chunk)];
   double sum = 0;
@@ -40,7 +41,8 @@ __global__ void __launch_bounds__(kThreads) square_sum_kernel(const SquareSumPie
   if (threadIdx.x == 0) partial[chunk] = sum;
 }
 
-__global__ void __launch_bounds__(kThreads) total_kernel(const double* partial, std::int64_t chunks, double* control, bool accumulate) {
+__global__ void __launch_bounds__(kThreads)
+    total_kernel(const double* partial, std::int64_t chunks, double* control, bool accumulate) {
   double sum = 0;
   for (std::int64_t c = threadIdx.x; c < chunks; c += kThreads) sum += partial[c];
   sum = block_sum(sum);
@@ -87,7 +89,8 @@ void write(T* destination, std::span<const T> values, StreamRef stream) {
 void grad_square_sum(const SquareSumArguments& a, StreamRef stream) {
   const DeviceGuard guard(stream.device());
   if (a.chunks > 0) {
-    square_sum_kernel<<<static_cast<unsigned>(a.chunks), kThreads, 0, to_cuda(stream)>>>(a.pieces, a.piece_count, a.partial);
+    square_sum_kernel<<<static_cast<unsigned>(a.chunks), kThreads, 0, to_cuda(stream)>>>(a.pieces, a.piece_count,
+                                                                                         a.partial);
     check_launch("grad_square_sum");
   }
   total_kernel<<<1, kThreads, 0, to_cuda(stream)>>>(a.partial, a.chunks, a.control, a.accumulate);
@@ -113,8 +116,12 @@ void advance_steps(const AdvanceArguments& a, StreamRef stream) {
   check_launch("advance_steps");
 }
 
-void write_values(double* destination, std::span<const double> values, StreamRef stream) { write(destination, values, stream); }
+void write_values(double* destination, std::span<const double> values, StreamRef stream) {
+  write(destination, values, stream);
+}
 
-void write_values(std::int32_t* destination, std::span<const std::int32_t> values, StreamRef stream) { write(destination, values, stream); }
+void write_values(std::int32_t* destination, std::span<const std::int32_t> values, StreamRef stream) {
+  write(destination, values, stream);
+}
 
 }  // namespace rowan::cuda

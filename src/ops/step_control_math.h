@@ -26,7 +26,8 @@ ROWAN_HOST_DEVICE inline void count_skipped_step(double* control) {
   control[StepControl::kSkipCount] += 1.0;
 }
 
-ROWAN_HOST_DEVICE inline void advance_step(const double* control, bool active, std::int64_t* step, double* parameter_control) {
+ROWAN_HOST_DEVICE inline void advance_step(const double* control, bool active, std::int64_t* step,
+                                           double* parameter_control) {
   for (int i = 0; i < 4; ++i) parameter_control[i] = control[i];
   if (!active) parameter_control[StepControl::kSkip] = 1.0;
   if (parameter_control[StepControl::kSkip] == 0.0) *step += 1;
