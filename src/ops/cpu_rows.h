@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "core/dispatch.h"
+#include "ops/float_exp.h"
 
 namespace rowan::detail {
 
@@ -35,7 +36,7 @@ C lane_max(std::int64_t n, const C* values) {
   for (C& lane : lanes) lane = values[0];
   std::int64_t i = 0;
   for (; i + 8 <= n; i += 8) {
-    for (int l = 0; l < 8; ++l) lanes[l] = values[i + l] > lanes[l] ? values[i + l] : lanes[l];
+    for (int l = 0; l < 8; ++l) lanes[l] = select(values[i + l] > lanes[l], values[i + l], lanes[l]);
   }
   for (; i < n; ++i) lanes[0] = values[i] > lanes[0] ? values[i] : lanes[0];
   for (int l = 1; l < 8; ++l) lanes[0] = lanes[l] > lanes[0] ? lanes[l] : lanes[0];

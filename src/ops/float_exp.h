@@ -4,13 +4,16 @@
 #include <bit>
 #include <cmath>
 #include <cstdint>
+#include <type_traits>
 
 namespace rowan::detail {
 
 /// `condition ? a : b` without a branch: g++ turns chained conditionals into jumps, and then vectorises nothing.
-inline float select(bool condition, float a, float b) noexcept {
-  const std::uint32_t mask = 0u - static_cast<std::uint32_t>(condition);
-  return std::bit_cast<float>((std::bit_cast<std::uint32_t>(a) & mask) | (std::bit_cast<std::uint32_t>(b) & ~mask));
+template <class C>
+inline C select(bool condition, C a, C b) noexcept {
+  using Bits = std::conditional_t<std::is_same_v<C, float>, std::uint32_t, std::uint64_t>;
+  const Bits mask = Bits{0} - static_cast<Bits>(condition);
+  return std::bit_cast<C>((std::bit_cast<Bits>(a) & mask) | (std::bit_cast<Bits>(b) & ~mask));
 }
 
 /// exp(x) within 1 ulp for all x (tests/ops/float_exp_test.cpp), infinities, NaN and subnormal results included. The
