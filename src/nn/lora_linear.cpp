@@ -113,13 +113,15 @@ bool LoraLinear::drops(Place place) const {
   return false;
 }
 
-DropoutMask LoraLinear::mask(std::size_t part, const LoraLinearContext& context) const {
-  // Parts with one seed still draw different masks, as separate layers do in PEFT.
-  const std::uint64_t seed = parts_[part].lora->dropout_seed ^ (0x9E3779B97F4A7C15u * static_cast<std::uint64_t>(part));
-  return {parts_[part].lora->dropout, seed, context.dropout_offset, context.dropout_counter};
+DropoutMask LoraLinear::mask(std::size_t part, const std::optional<DropoutKey>& key) const {
+  if (!key) return {};
+  // Parts draw different masks, as separate layers do in PEFT.
+  const std::uint64_t seed = key->seed ^ (0x9E3779B97F4A7C15u * static_cast<std::uint64_t>(part));
+  return {parts_[part].lora->dropout, seed, key->offset, key->counter};
 }
 
-void LoraLinear::check_forward(const Tensor& x, const Tensor& y, StreamRef stream, const Tensor& counter) const {
+void LoraLinear::check_forward(const Tensor& x, const Tensor& y, StreamRef stream,
+                               const std::optional<DropoutKey>& dropout) const {
   detail::require_rank(kOp, "x", x, 2);
   detail::require_shape(kOp, "x", x, {x.size(0), in_features_});
   detail::require_shape(kOp, "y", y, {x.size(0), out_features_});
@@ -131,10 +133,10 @@ void LoraLinear::check_forward(const Tensor& x, const Tensor& y, StreamRef strea
   }
   detail::require_on(kOp, "the weight", buffer_, stream);
   detail::require_apart(kOp, "y", y, "x", x.slack() >= columns_ ? x.with_slack(columns_) : x);
-  if (!counter.defined()) return;
-  detail::require_shape(kOp, "dropout_counter", counter, {1});
-  detail::require_dtype(kOp, "dropout_counter", counter, DType::kInt64);
-  detail::require_on(kOp, "dropout_counter", counter, stream);
+  if (!dropout || !dropout->counter.defined()) return;
+  detail::require_shape(kOp, "the dropout counter", dropout->counter, {1});
+  detail::require_dtype(kOp, "the dropout counter", dropout->counter, DType::kInt64);
+  detail::require_on(kOp, "the dropout counter", dropout->counter, stream);
 }
 
 /// s = scale (x A^T) of every part, dropped or not.
@@ -149,20 +151,18 @@ void LoraLinear::shrink_input(const Tensor& x, const LoraLinearContext& context,
     const Adapter& adapter = *state_[i].adapter;
     Tensor columns = s.slice(1, adapter.column, adapter.column + adapter.padded_rank);
     const bool masked = input_dropped && parts_[i].lora->dropout_place == Place::kInput;
-    const DropoutMask drawn = mask(i, context);
+    const DropoutMask drawn = mask(i, context.dropout);
     lora_shrink(x, adapter.a, adapter.scale, columns, stream, masked ? &drawn : nullptr);
   }
 }
 
-void LoraLinear::forward(const Tensor& x, Tensor& y, LoraLinearContext& context, StreamRef stream, bool training,
-                         std::uint64_t dropout_offset, const Tensor& dropout_counter) const {
-  check_forward(x, y, stream, dropout_counter);
+void LoraLinear::forward(const Tensor& x, Tensor& y, LoraLinearContext& context, StreamRef stream,
+                         const std::optional<DropoutKey>& dropout) const {
+  check_forward(x, y, stream, dropout);
   const bool adapted = enabled_ && columns_ > 0, spare = x.slack() >= columns_;
   LoraLinearContext fresh;
   fresh.x = x;
-  fresh.dropout = adapted && training && (drops(Place::kInput) || drops(Place::kOutput));
-  fresh.dropout_offset = dropout_offset;
-  fresh.dropout_counter = dropout_counter;
+  if (adapted && (drops(Place::kInput) || drops(Place::kOutput))) fresh.dropout = dropout;
   if (adapted) {
     fresh.s = spare ? x.slack_view(columns_) : Tensor::empty({x.size(0), columns_}, dtype_, stream);
     shrink_input(x, fresh, fresh.s, fresh.dropout && drops(Place::kInput), stream);
@@ -183,7 +183,7 @@ void LoraLinear::forward(const Tensor& x, Tensor& y, LoraLinearContext& context,
         if (!state_[i].adapter) continue;
         const Adapter& adapter = *state_[i].adapter;
         Tensor part = y.slice(1, state_[i].row, state_[i].row + parts_[i].out_features);
-        const DropoutMask drawn = mask(i, fresh);
+        const DropoutMask drawn = mask(i, fresh.dropout);
         lora_expand(fresh.s.slice(1, adapter.column, adapter.column + adapter.a.size(0)), adapter.b.transpose(0, 1),
                     part, 1, stream, parts_[i].lora->dropout_place == Place::kOutput ? &drawn : nullptr);
       }
@@ -237,7 +237,7 @@ void LoraLinear::add_factor_gradients(const Tensor& dy, const Tensor& ds, const 
     if (!state_[i].adapter) continue;
     const Adapter& adapter = *state_[i].adapter;
     const std::int64_t begin = adapter.column, end = begin + adapter.a.size(0);
-    const DropoutMask drawn = mask(i, context);
+    const DropoutMask drawn = mask(i, context.dropout);
     const bool at_input = parts_[i].lora->dropout_place == Place::kInput;
     if (input_dropped) {
       Tensor a_grad = adapter.a_grad;
@@ -260,7 +260,7 @@ void LoraLinear::backward(const Tensor& dy, const LoraLinearContext& context, Te
       if (!state_[i].adapter) continue;
       const Adapter& adapter = *state_[i].adapter;
       Tensor columns = ds.slice(1, adapter.column, adapter.column + adapter.padded_rank);
-      const DropoutMask drawn = mask(i, context);
+      const DropoutMask drawn = mask(i, context.dropout);
       lora_shrink(dy.slice(1, state_[i].row, state_[i].row + parts_[i].out_features), adapter.b.transpose(0, 1),
                   adapter.scale, columns, stream,
                   context.dropout && parts_[i].lora->dropout_place == Place::kOutput ? &drawn : nullptr);
@@ -283,7 +283,7 @@ void LoraLinear::backward(const Tensor& dy, const LoraLinearContext& context, Te
     for (std::size_t i = 0; i < parts_.size(); ++i) {
       if (!state_[i].adapter) continue;
       const Adapter& adapter = *state_[i].adapter;
-      const DropoutMask drawn = mask(i, context);
+      const DropoutMask drawn = mask(i, context.dropout);
       lora_expand(ds.slice(1, adapter.column, adapter.column + adapter.a.size(0)), adapter.a, *dx, 1, stream,
                   parts_[i].lora->dropout_place == Place::kInput ? &drawn : nullptr);
     }

@@ -26,10 +26,17 @@ struct LoraConfig {
   bool use_rslora = false;
   double dropout = 0;  ///< in [0, 1]; acts in training only
   DropoutPlace dropout_place = DropoutPlace::kInput;
-  std::uint64_t dropout_seed = 0;
 
   /// alpha / rank, or alpha / sqrt(rank) with use_rslora (Kalajdzievski, arXiv 2312.03732).
   double scale() const;
+};
+
+/// Where one forward's dropout masks come from: equal keys draw equal masks. Layers and steps differ in seed or offset.
+struct DropoutKey {
+  std::uint64_t seed = 0;
+  std::uint64_t offset = 0;
+  /// Optional int64 [1] on the device, added to offset when kernels run (see DropoutMask).
+  Tensor counter = {};
 };
 
 /// One linear layer of those that read the same input.
@@ -44,10 +51,8 @@ struct LinearPart {
 /// must stay as it is, spare columns included, until the last backward.
 struct LoraLinearContext {
   Tensor x;
-  Tensor s;              ///< [M, slack_columns()]; undefined where the adapter was off
-  bool dropout = false;  ///< masks were drawn, from:
-  std::uint64_t dropout_offset = 0;
-  Tensor dropout_counter;
+  Tensor s;                           ///< [M, slack_columns()]; undefined where the adapter was off
+  std::optional<DropoutKey> dropout;  ///< undefined where no mask was drawn
 };
 
 /// y = x W^T + bias + scale (x A^T) B^T for a stack of parts that read one x (q_proj, k_proj, v_proj; gate_proj,
@@ -80,10 +85,10 @@ class LoraLinear {
   std::int64_t slack_columns() const noexcept { return columns_; }
 
   /// x [M, K], y [M, N], adjacent columns, any row stride, dtype of the layer, not sharing memory. Writes y and x's
-  /// spare columns and fills context. In `training` dropout acts, with masks of (dropout_seed, dropout_offset +
-  /// counter, part): equal arguments draw equal masks.
-  void forward(const Tensor& x, Tensor& y, LoraLinearContext& context, StreamRef stream, bool training = false,
-               std::uint64_t dropout_offset = 0, const Tensor& dropout_counter = {}) const;
+  /// spare columns and fills context. With a dropout key (training) the adapters' dropout acts, each part with masks of
+  /// its own; without one it does not.
+  void forward(const Tensor& x, Tensor& y, LoraLinearContext& context, StreamRef stream,
+               const std::optional<DropoutKey>& dropout = {}) const;
 
   /// Adds to every trainable parameter's gradient, and dx = (gradient of x) + dx_beta dx unless dx is null. dy [M, N],
   /// dx [M, K] as y and x above; dx must share memory with neither dy nor the saved x. Writes dx and dy's spare
@@ -117,11 +122,12 @@ class LoraLinear {
     std::optional<Adapter> adapter;
   };
 
-  void check_forward(const Tensor& x, const Tensor& y, StreamRef stream, const Tensor& counter) const;
+  void check_forward(const Tensor& x, const Tensor& y, StreamRef stream,
+                     const std::optional<DropoutKey>& dropout) const;
   void check_backward(const Tensor& dy, const LoraLinearContext& context, const Tensor* dx, StreamRef stream,
                       double dx_beta) const;
   bool drops(LoraConfig::DropoutPlace place) const;
-  DropoutMask mask(std::size_t part, const LoraLinearContext& context) const;
+  DropoutMask mask(std::size_t part, const std::optional<DropoutKey>& key) const;
   void shrink_input(const Tensor& x, const LoraLinearContext& context, Tensor& s, bool input_dropped,
                     StreamRef stream) const;
   void add_weight_gradients(const Tensor& dy, const Tensor& x, StreamRef stream) const;
