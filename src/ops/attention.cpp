@@ -1,5 +1,6 @@
 #include "rowan/ops/attention.h"
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 
@@ -44,7 +45,7 @@ AttentionArguments check(const char* op, const Tensor& q, const Tensor& k, const
   arguments.head_dim = head_dim;
   arguments.starts = batch.starts.data<std::int32_t>();
   arguments.sequences = batch.starts.size(0) - 1;
-  arguments.max_length = batch.max_length;
+  arguments.max_length = std::min(batch.max_length, tokens);
   arguments.scale = scale;
   arguments.dtype = q.dtype();
   arguments.q = head_view(q);

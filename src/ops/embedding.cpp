@@ -67,7 +67,7 @@ void embedding_backward(const Tensor& ids, const Tensor& dy, Tensor& dtable, Str
     const std::size_t bytes = cuda::embedding_backward_workspace(arguments, stream);
     const Tensor workspace =
         Tensor::empty({static_cast<std::int64_t>(bytes / size_of(DType::kInt32)) + 1}, DType::kInt32, stream);
-    cuda::embedding_backward(arguments, workspace.raw(), bytes, stream);
+    cuda::embedding_backward(arguments, workspace.raw(), stream);
     record_uses(stream, {&ids, &dy, &dtable});
   }
 }

@@ -31,8 +31,7 @@ namespace cuda {
 void embedding_forward(const EmbeddingArguments& arguments, StreamRef stream);
 /// Bytes of device memory that embedding_backward needs beside its operands.
 std::size_t embedding_backward_workspace(const EmbeddingArguments& arguments, StreamRef stream);
-void embedding_backward(const EmbeddingArguments& arguments, void* workspace, std::size_t workspace_bytes,
-                        StreamRef stream);
+void embedding_backward(const EmbeddingArguments& arguments, void* workspace, StreamRef stream);
 }  // namespace cuda
 
 }  // namespace rowan

@@ -20,7 +20,7 @@ void attention_backward(const AttentionArguments&, StreamRef) { unsupported("att
 void cross_entropy(const CrossEntropyArguments&, StreamRef) { unsupported("cross_entropy"); }
 void embedding_forward(const EmbeddingArguments&, StreamRef) { unsupported("embedding_forward"); }
 std::size_t embedding_backward_workspace(const EmbeddingArguments&, StreamRef) { unsupported("embedding_backward"); }
-void embedding_backward(const EmbeddingArguments&, void*, std::size_t, StreamRef) { unsupported("embedding_backward"); }
+void embedding_backward(const EmbeddingArguments&, void*, StreamRef) { unsupported("embedding_backward"); }
 void rms_norm_forward(const RmsNormArguments&, StreamRef) { unsupported("rms_norm_forward"); }
 void rms_norm_backward(const RmsNormArguments&, StreamRef) { unsupported("rms_norm_backward"); }
 void rotary_apply(const RotaryArguments&, StreamRef) { unsupported("rotary_apply"); }
