@@ -32,14 +32,17 @@ Shape row_shape(const Tensor& weight, const MuownOptions& options) {
 void check_options(const char* op, const MuownOptions& o, std::int64_t neurons) {
   require(o.epsilon > 0 && std::isfinite(o.epsilon), "{}: expected epsilon above 0, got {}", op, o.epsilon);
   require(std::isfinite(o.momentum), "{}: expected a finite momentum, got {}", op, o.momentum);
-  require(o.beta1 >= 0 && o.beta1 < 1 && o.beta2 >= 0 && o.beta2 < 1, "{}: expected betas in [0, 1), got {} and {}", op, o.beta1, o.beta2);
+  require(o.beta1 >= 0 && o.beta1 < 1 && o.beta2 >= 0 && o.beta2 < 1, "{}: expected betas in [0, 1), got {} and {}", op,
+          o.beta1, o.beta2);
   require(std::isfinite(o.update_scale), "{}: expected a finite update_scale, got {}", op, o.update_scale);
   require(std::isfinite(o.magnitude_lr), "{}: expected a finite magnitude_lr, got {}", op, o.magnitude_lr);
-  require(o.row_blocks.size() <= kMaxRowBlocks, "{}: expected at most {} row blocks, got {}", op, kMaxRowBlocks, o.row_blocks.size());
+  require(o.row_blocks.size() <= kMaxRowBlocks, "{}: expected at most {} row blocks, got {}", op, kMaxRowBlocks,
+          o.row_blocks.size());
   if (o.row_blocks.empty()) return;
   std::int64_t rows = 0;
   for (const RowBlock& block : o.row_blocks) {
-    require(block.rows >= 0 && block.global_rows >= 0, "{}: expected row blocks of 0 or more rows, got {} of {}", op, block.rows, block.global_rows);
+    require(block.rows >= 0 && block.global_rows >= 0, "{}: expected row blocks of 0 or more rows, got {} of {}", op,
+            block.rows, block.global_rows);
     rows += block.rows;
   }
   require(rows == neurons, "{}: expected row blocks of {} rows together, got {}", op, neurons, rows);
@@ -49,7 +52,8 @@ void check_options(const char* op, const MuownOptions& o, std::int64_t neurons) 
 MuownShape check_weight(const char* op, const Tensor& weight, const MuownOptions& options) {
   const detail::MatrixView view = detail::matrix_view(op, "weight", weight);
   require(weight.dtype() == DType::kFloat32 || (weight.dtype() == DType::kFloat64 && weight.device().is_cpu()),
-          "{}: expected weight of dtype float32 (or float64 on the CPU), got {} on {}", op, weight.dtype(), weight.device());
+          "{}: expected weight of dtype float32 (or float64 on the CPU), got {} on {}", op, weight.dtype(),
+          weight.device());
   MuownShape shape;
   shape.batches = view.batches;
   shape.transposed = is_transposed(options);
@@ -67,7 +71,8 @@ MuownOperand check_matrix(const char* op, const char* name, const Tensor& t, con
   const detail::MatrixView view = detail::matrix_view(op, name, t);
   return {t.raw(), view.batch_stride, view.row_stride};
 }
-MuownOperand check_matrix(const char* op, const char* name, const Tensor& t, const Tensor& weight, DType dtype, StreamRef stream) {
+MuownOperand check_matrix(const char* op, const char* name, const Tensor& t, const Tensor& weight, DType dtype,
+                          StreamRef stream) {
   detail::require_dtype(op, name, t, dtype);
   return check_matrix(op, name, t, weight, stream);
 }
@@ -81,8 +86,9 @@ void* check_rows(const char* op, const char* name, const Tensor& t, const Shape&
 }
 
 DType check_update_dtype(const char* op, DType dtype, DType weight) {
-  require(dtype == DType::kBFloat16 || dtype == DType::kFloat32 || (dtype == DType::kFloat64 && weight == DType::kFloat64),
-          "{}: expected update of dtype bfloat16 or float32 (or float64 beside a float64 weight), got {}", op, dtype);
+  require(
+      dtype == DType::kBFloat16 || dtype == DType::kFloat32 || (dtype == DType::kFloat64 && weight == DType::kFloat64),
+      "{}: expected update of dtype bfloat16 or float32 (or float64 beside a float64 weight), got {}", op, dtype);
   return dtype;
 }
 
@@ -97,7 +103,8 @@ MuownScales block_scales(const MuownOptions& options, const MuownShape& shape) {
   const auto add = [&](std::int64_t rows, std::int64_t global_rows) {
     end += rows;
     scales.end[scales.count] = end;
-    scales.scale[scales.count++] = muown_scale(global_rows == 0 ? rows : global_rows, shape.inputs, options.update_scale);
+    scales.scale[scales.count++] =
+        muown_scale(global_rows == 0 ? rows : global_rows, shape.inputs, options.update_scale);
   };
   if (options.row_blocks.empty()) add(shape.neurons, 0);
   for (const RowBlock& block : options.row_blocks) add(block.rows, block.global_rows);
@@ -161,8 +168,8 @@ MuownUpdate muown_empty_update(const Tensor& weight, const MuownOptions& options
   return out;
 }
 
-void muown_prepare(const Tensor& weight, const Tensor& gradient, MuownState& state, const MuownOptions& options, const Tensor& control,
-                   MuownUpdate& out, StreamRef stream) {
+void muown_prepare(const Tensor& weight, const Tensor& gradient, MuownState& state, const MuownOptions& options,
+                   const Tensor& control, MuownUpdate& out, StreamRef stream) {
   MuownPrepareArguments a;
   a.shape = check_weight(kPrepare, weight, options);
   const DType dtype = weight.dtype();
@@ -178,7 +185,8 @@ void muown_prepare(const Tensor& weight, const Tensor& gradient, MuownState& sta
   a.update = check_matrix(kPrepare, "update", out.update, weight, stream);
   detail::require_contiguous(kPrepare, "update", out.update);
   a.magnitude_grad = check_rows(kPrepare, "magnitude_grad", out.magnitude_grad, rows, dtype, stream);
-  a.row_square_sum = static_cast<double*>(check_rows(kPrepare, "row_square_sum", out.row_square_sum, rows, DType::kFloat64, stream));
+  a.row_square_sum =
+      static_cast<double*>(check_rows(kPrepare, "row_square_sum", out.row_square_sum, rows, DType::kFloat64, stream));
   a.row_max = check_rows(kPrepare, "row_max", out.row_max, rows, dtype, stream);
   if (out.direction.defined()) {
     a.direction = check_matrix(kPrepare, "direction", out.direction, weight, dtype, stream);
@@ -186,7 +194,8 @@ void muown_prepare(const Tensor& weight, const Tensor& gradient, MuownState& sta
   }
   a.control = check_control(kPrepare, control, stream);
   const Tensor* const inputs[] = {&weight, &gradient, &state.magnitude, &state.norm};
-  const Tensor* const outputs[] = {&state.momentum, &out.update, &out.magnitude_grad, &out.row_square_sum, &out.row_max, &out.direction};
+  const Tensor* const outputs[] = {&state.momentum,     &out.update,  &out.magnitude_grad,
+                                   &out.row_square_sum, &out.row_max, &out.direction};
   for (const Tensor* output : outputs) {
     if (!output->defined()) continue;
     for (const Tensor* input : inputs) detail::require_apart(kPrepare, "outputs", *output, "inputs", *input);
@@ -208,8 +217,9 @@ void muown_prepare(const Tensor& weight, const Tensor& gradient, MuownState& sta
   if (control.defined()) control.record_use(stream);
 }
 
-void muown_finish(Tensor& weight, const Tensor& gradient, MuownState& state, const Tensor& update, const Tensor& magnitude_grad,
-                  const MuownOptions& options, const MuownStep& step, Tensor* value, StreamRef stream) {
+void muown_finish(Tensor& weight, const Tensor& gradient, MuownState& state, const Tensor& update,
+                  const Tensor& magnitude_grad, const MuownOptions& options, const MuownStep& step, Tensor* value,
+                  StreamRef stream) {
   MuownFinishArguments a;
   a.shape = check_weight(kFinish, weight, options);
   const DType dtype = weight.dtype();
@@ -237,7 +247,8 @@ void muown_finish(Tensor& weight, const Tensor& gradient, MuownState& state, con
     detail::require_apart(kFinish, "value", *value, "weight", weight);
   }
   const Tensor* const inputs[] = {&gradient, &update, &magnitude_grad, &step.rates, &step.step, &step.control};
-  const Tensor* const outputs[] = {&weight, &state.magnitude, &state.norm, &state.first_moment, &state.second_moment, value};
+  const Tensor* const outputs[] = {&weight, &state.magnitude, &state.norm, &state.first_moment, &state.second_moment,
+                                   value};
   for (const Tensor* output : outputs) {
     if (!output) continue;
     for (const Tensor* input : inputs) {

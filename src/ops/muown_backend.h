@@ -10,8 +10,8 @@
 
 namespace rowan {
 
-/// A matrix operand: element (batch b, line i, position j) lies at b * batch_stride + i * line_stride + j. A line is a row of memory: one
-/// output neuron, or, in transposed storage, one input of all neurons.
+/// A matrix operand: element (batch b, line i, position j) lies at b * batch_stride + i * line_stride + j. A line is a
+/// row of memory: one output neuron, or, in transposed storage, one input of all neurons.
 struct MuownOperand {
   void* data = nullptr;
   std::int64_t batch_stride = 0;
@@ -62,7 +62,7 @@ struct MuownFinishArguments {
   void* second_moment = nullptr;
   const void* magnitude_grad = nullptr;
   const double* control = nullptr;
-  const double* rates = nullptr;        ///< lr, weight decay
+  const double* rates = nullptr;       ///< lr, weight decay
   const std::int64_t* step = nullptr;  ///< t
   double beta1 = 0;
   double beta2 = 0;

@@ -60,11 +60,13 @@ void prepare_row(const MuownPrepareArguments& a, std::int64_t row) {
   const double factor = detail::control_factor(a.control);
   const double magnitude = detail::guarded_magnitude(at<T>(a.magnitude, row), static_cast<T>(a.epsilon));
   const double norm = at<T>(a.norm, row);
-  const double dot = sum(n, [&](std::int64_t j) { return static_cast<double>(w[j]) * static_cast<double>(gradient[j]); });
+  const double dot =
+      sum(n, [&](std::int64_t j) { return static_cast<double>(w[j]) * static_cast<double>(gradient[j]); });
   const T gg = static_cast<T>(factor * dot / magnitude);
   at<T>(a.magnitude_grad, row) = gg;
 
-  const T scale = static_cast<T>(factor), inverse = static_cast<T>(1 / magnitude), ratio = static_cast<T>(magnitude / norm);
+  const T scale = static_cast<T>(factor), inverse = static_cast<T>(1 / magnitude),
+          ratio = static_cast<T>(magnitude / norm);
   const T back = static_cast<T>(norm / magnitude), mu = static_cast<T>(a.mu);
   for (std::int64_t j = 0; j < n; ++j) {
     const T d = ratio * (gradient[j] * scale - w[j] * inverse * gg);
@@ -89,7 +91,8 @@ void prepare_row(const MuownPrepareArguments& a, std::int64_t row) {
 }
 
 template <class T, class U, bool kTransposed>
-detail::FinishSums finish_sums(const MuownFinishArguments& a, const detail::FinishConstants& k, std::int64_t row, T back, T rate, bool maybe_cold) {
+detail::FinishSums finish_sums(const MuownFinishArguments& a, const detail::FinishConstants& k, std::int64_t row,
+                               T back, T rate, bool maybe_cold) {
   const std::int64_t n = a.shape.inputs;
   const auto w = row_of<const T, kTransposed>(a.weight, a.shape, row);
   const auto update = row_of<const U, kTransposed>(a.update, a.shape, row);
@@ -125,7 +128,8 @@ void finish_row(const MuownFinishArguments& a, const detail::FinishConstants& k,
   const std::int64_t n = a.shape.inputs;
   const auto w = row_of<T, kTransposed>(a.weight, a.shape, row);
   const auto update = row_of<const U, kTransposed>(a.update, a.shape, row);
-  detail::RowState<T> state{at<T>(a.magnitude, row), at<T>(a.norm, row), at<T>(a.first_moment, row), at<T>(a.second_moment, row)};
+  detail::RowState<T> state{at<T>(a.magnitude, row), at<T>(a.norm, row), at<T>(a.first_moment, row),
+                            at<T>(a.second_moment, row)};
   const double magnitude = detail::guarded_magnitude(state.magnitude, static_cast<T>(a.epsilon));
   const T back = static_cast<T>(static_cast<double>(state.norm) / magnitude);
   const T rate = static_cast<T>(k.lr * detail::scale_of(a.scales, row % a.shape.neurons));
@@ -185,7 +189,8 @@ void muown_finish(const MuownFinishArguments& a) {
   if (detail::control_skips(a.control)) return;
   const detail::FinishConstants k = detail::finish_constants(a);
   for_each_row(a.shape, [&](auto weight, auto update, auto transposed, std::int64_t row) {
-    finish_row<typename decltype(weight)::type, typename decltype(update)::type, decltype(transposed)::value>(a, k, row);
+    finish_row<typename decltype(weight)::type, typename decltype(update)::type, decltype(transposed)::value>(a, k,
+                                                                                                              row);
   });
 }
 
@@ -193,7 +198,8 @@ void muown_init(const MuownInitArguments& a) {
   for_each_row(a.shape, [&](auto weight, auto, auto transposed, std::int64_t row) {
     using T = typename decltype(weight)::type;
     const auto w = row_of<const T, decltype(transposed)::value>(a.weight, a.shape, row);
-    const double square_sum = sum(a.shape.inputs, [&](std::int64_t j) { return static_cast<double>(w[j]) * static_cast<double>(w[j]); });
+    const double square_sum =
+        sum(a.shape.inputs, [&](std::int64_t j) { return static_cast<double>(w[j]) * static_cast<double>(w[j]); });
     detail::init_row(std::sqrt(square_sum), a.epsilon, a.warm, at<T>(a.magnitude, row), at<T>(a.norm, row));
   });
 }

@@ -92,14 +92,16 @@ ROWAN_HOST_DEVICE inline bool may_be_cold(const FinishConstants& k, T magnitude)
 }
 
 template <class T>
-ROWAN_HOST_DEVICE inline RowPlan<T> finish_row(const FinishConstants& k, const FinishSums& sums, T magnitude_grad, RowState<T>& row) {
+ROWAN_HOST_DEVICE inline RowPlan<T> finish_row(const FinishConstants& k, const FinishSums& sums, T magnitude_grad,
+                                               RowState<T>& row) {
   const bool cold = may_be_cold(k, row.magnitude) && sums.ww == 0;
   if (cold && sums.oo == 0) return {};
   const double length = sqrt(sums.oo);
   const double gg = cold ? -k.factor * sums.go / length : static_cast<double>(magnitude_grad);
   const double m = k.beta1 * row.first_moment + (1 - k.beta1) * gg;
   const double v = k.beta2 * row.second_moment + (1 - k.beta2) * gg * gg;
-  const T g = static_cast<T>(row.magnitude - k.magnitude_rate * (m / k.correction1) / (sqrt(v / k.correction2) + k.epsilon));
+  const T g =
+      static_cast<T>(row.magnitude - k.magnitude_rate * (m / k.correction1) / (sqrt(v / k.correction2) + k.epsilon));
   row.first_moment = static_cast<T>(m);
   row.second_moment = static_cast<T>(v);
   if (!sums.moved && g == row.magnitude && k.decay == 0) return {};

@@ -1,0 +1,680 @@
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <type_traits>
+
+#include "core/cuda_check.h"
+#include "ops/muown_backend.h"
+
+namespace rowan::cuda {
+
+namespace {
+
+using detail::FinishConstants;
+using detail::FinishSums;
+using detail::RowMode;
+using detail::RowPlan;
+using detail::RowState;
+
+constexpr int kWarp = 32;
+
+__device__ float to_float(float x) { return x; }
+__device__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+template <class T>
+__device__ T from_float(float x) {
+  if constexpr (std::is_same_v<T, float>) {
+    return x;
+  } else if constexpr (std::is_same_v<T, __half>) {
+    return __float2half_rn(x);
+  } else {
+    return __float2bfloat16_rn(x);
+  }
+}
+
+/// The larger magnitude; NaN wins.
+__device__ float larger(float a, float b) { return (b > a || isnan(b)) ? b : a; }
+
+template <class T>
+__device__ T* line_of(const MuownOperand& operand, std::int64_t batch, std::int64_t line) {
+  return static_cast<T*>(operand.data) + batch * operand.batch_stride + line * operand.line_stride;
+}
+
+__device__ void store_value(const MuownFinishArguments& a, std::int64_t offset, float x) {
+  if (a.value_dtype == DType::kBFloat16) {
+    static_cast<__nv_bfloat16*>(a.value.data)[offset] = from_float<__nv_bfloat16>(x);
+  } else if (a.value_dtype == DType::kFloat16) {
+    static_cast<__half*>(a.value.data)[offset] = from_float<__half>(x);
+  } else {
+    static_cast<float*>(a.value.data)[offset] = x;
+  }
+}
+
+/// The factors of prepare's elements: u = w inverse, D = ratio (G - u gg).
+struct PrepareFactors {
+  float gradient;  // of control
+  float inverse;
+  float ratio;
+  float back;  // of the direction d0
+  float mu;
+
+  __device__ PrepareFactors(const MuownPrepareArguments& a, std::int64_t row) {
+    const float g = static_cast<const float*>(a.magnitude)[row];
+    const double magnitude = detail::guarded_magnitude(g, static_cast<float>(a.epsilon));
+    const double norm = static_cast<const float*>(a.norm)[row];
+    gradient = static_cast<float>(detail::control_factor(a.control));
+    inverse = static_cast<float>(1 / magnitude);
+    ratio = static_cast<float>(magnitude / norm);
+    back = static_cast<float>(norm / magnitude);
+    mu = static_cast<float>(a.mu);
+  }
+};
+
+/// <G, u> from <G, W>.
+__device__ float magnitude_gradient(const MuownPrepareArguments& a, std::int64_t row, double dot) {
+  const float g = static_cast<const float*>(a.magnitude)[row];
+  const double magnitude = detail::guarded_magnitude(g, static_cast<float>(a.epsilon));
+  return static_cast<float>(detail::control_factor(a.control) * dot / magnitude);
+}
+
+/// d = w back - rate o.
+struct FinishFactors {
+  float magnitude;
+  float back;
+  float rate;
+
+  __device__ FinishFactors(const MuownFinishArguments& a, std::int64_t row) {
+    magnitude = static_cast<const float*>(a.magnitude)[row];
+    const double guarded = detail::guarded_magnitude(magnitude, static_cast<float>(a.epsilon));
+    back = static_cast<float>(static_cast<const float*>(a.norm)[row] / guarded);
+    rate = static_cast<float>(a.rates[0] * detail::scale_of(a.scales, row % a.shape.neurons));
+  }
+  __device__ float direction(float w, float o) const { return w * back - rate * o; }
+};
+
+/// The scalar part of one row: updates g, r, m, v and says what becomes of its elements.
+__device__ RowPlan<float> finish_scalars(const MuownFinishArguments& a, std::int64_t row, const FinishSums& sums) {
+  float* const magnitude = static_cast<float*>(a.magnitude) + row;
+  float* const norm = static_cast<float*>(a.norm) + row;
+  float* const first = static_cast<float*>(a.first_moment) + row;
+  float* const second = static_cast<float*>(a.second_moment) + row;
+  RowState<float> state{*magnitude, *norm, *first, *second};
+  const RowPlan<float> plan =
+      detail::finish_row(detail::finish_constants(a), sums, static_cast<const float*>(a.magnitude_grad)[row], state);
+  *magnitude = state.magnitude;
+  *norm = state.norm;
+  *first = state.first_moment;
+  *second = state.second_moment;
+  return plan;
+}
+
+__device__ float new_weight(const RowPlan<float>& plan, const FinishFactors& f, float w, float o) {
+  if (plan.mode == RowMode::kWake) return plan.scale * o;
+  if (plan.mode == RowMode::kKeep) return w;
+  const float step = plan.scale * f.direction(w, o);
+  return plan.decay == 0 ? step : step - plan.decay * w;
+}
+
+// ---- [.., out, in]: kThreads threads a row
+// -----------------------------------------------------------------------------
+
+constexpr int kBlock = 256;
+constexpr int rows_a_block(int threads) { return threads < kBlock ? kBlock / threads : 1; }
+constexpr int block_size(int threads) { return threads < kBlock ? kBlock : threads; }
+constexpr int least_blocks(int threads) { return threads <= kBlock ? 2 : 1; }  // a multiprocessor: bounds the registers
+
+/// Several rows share a block only where each is one warp.
+template <int kThreads>
+__device__ void sync_row() {
+  if constexpr (kThreads == kWarp) {
+    __syncwarp();
+  } else {
+    __syncthreads();
+  }
+}
+
+/// Sums each of v over the row's threads in a fixed order; every thread gets the results.
+template <int kThreads, int kCount>
+__device__ void row_sum(double (&v)[kCount]) {
+  for (int i = 0; i < kCount; ++i) {
+    for (int mask = kWarp / 2; mask > 0; mask /= 2) v[i] += __shfl_xor_sync(0xFFFFFFFFu, v[i], mask);
+  }
+  if constexpr (kThreads > kWarp) {
+    constexpr int kWarps = kThreads / kWarp;
+    __shared__ double parts[kWarps][kCount];
+    __syncthreads();  // an earlier sum has been read
+    if (threadIdx.x % kWarp == 0) {
+      for (int i = 0; i < kCount; ++i) parts[threadIdx.x / kWarp][i] = v[i];
+    }
+    __syncthreads();
+    for (int i = 0; i < kCount; ++i) {
+      v[i] = 0;
+      for (int w = 0; w < kWarps; ++w) v[i] += parts[w][i];
+    }
+  }
+}
+
+template <int kThreads>
+__device__ float row_largest(float v) {
+  for (int mask = kWarp / 2; mask > 0; mask /= 2) v = larger(v, __shfl_xor_sync(0xFFFFFFFFu, v, mask));
+  if constexpr (kThreads > kWarp) {
+    constexpr int kWarps = kThreads / kWarp;
+    __shared__ float parts[kWarps];
+    __syncthreads();
+    if (threadIdx.x % kWarp == 0) parts[threadIdx.x / kWarp] = v;
+    __syncthreads();
+    v = 0;
+    for (int w = 0; w < kWarps; ++w) v = larger(v, parts[w]);
+  }
+  return v;
+}
+
+/// Calls f(j, k) for this thread's elements j of a row of n; k counts them where kPerThread of them fit (0: any number,
+/// k = 0).
+template <int kThreads, int kPerThread, class F>
+__device__ void for_each_element(int lane, std::int64_t n, F&& f) {
+  if constexpr (kPerThread > 0) {
+#pragma unroll
+    for (int k = 0; k < kPerThread; ++k) {
+      const int j = lane + k * kThreads;
+      if (j < n) f(static_cast<std::int64_t>(j), k);
+    }
+  } else {
+    for (std::int64_t j = lane; j < n; j += kThreads) f(j, 0);
+  }
+}
+
+/// The row of this thread. Beyond the last row `inputs` is 0 and `row` the last one, so that all threads reach the
+/// barriers.
+template <int kThreads>
+struct RowPosition {
+  std::int64_t row;
+  std::int64_t batch;
+  std::int64_t neuron;
+  std::int64_t inputs;
+  int lane;
+  bool writes;  // the row's scalars
+
+  __device__ explicit RowPosition(const MuownShape& shape) {
+    const std::int64_t rows = shape.batches * shape.neurons;
+    const std::int64_t mine = static_cast<std::int64_t>(blockIdx.x) * rows_a_block(kThreads) + threadIdx.x / kThreads;
+    row = min(mine, rows - 1);
+    batch = row / shape.neurons;
+    neuron = row - batch * shape.neurons;
+    inputs = mine < rows ? shape.inputs : 0;
+    lane = static_cast<int>(threadIdx.x) % kThreads;
+    writes = mine < rows && lane == 0;
+  }
+};
+
+template <int kThreads, int kPerThread, class U>
+__global__ void __launch_bounds__(block_size(kThreads), least_blocks(kThreads))
+    prepare_rows(const MuownPrepareArguments a) {
+  if (detail::control_skips(a.control)) return;
+  const RowPosition<kThreads> p(a.shape);
+  const float* const weight = line_of<const float>(a.weight, p.batch, p.neuron);
+  const float* const gradient = line_of<const float>(a.gradient, p.batch, p.neuron);
+  constexpr bool kKept = kPerThread > 0;
+  float w[kKept ? kPerThread : 1], g[kKept ? kPerThread : 1];
+  double dot[1] = {0};
+  for_each_element<kThreads, kPerThread>(p.lane, p.inputs, [&](std::int64_t j, int k) {
+    w[k] = weight[j];
+    g[k] = gradient[j];
+    dot[0] += static_cast<double>(w[k]) * static_cast<double>(g[k]);
+  });
+  row_sum<kThreads>(dot);
+
+  const PrepareFactors f(a, p.row);
+  const float gg = magnitude_gradient(a, p.row, dot[0]);
+  float* const momentum = line_of<float>(a.momentum, p.batch, p.neuron);
+  U* const update = line_of<U>(a.update, p.batch, p.neuron);
+  float* const direction = a.direction.data ? line_of<float>(a.direction, p.batch, p.neuron) : nullptr;
+  double square[1] = {0};
+  float largest = 0;
+  for_each_element<kThreads, kPerThread>(p.lane, p.inputs, [&](std::int64_t j, int k) {
+    const float wj = kKept ? w[k] : weight[j], gj = kKept ? g[k] : gradient[j];
+    const float d = f.ratio * (gj * f.gradient - wj * f.inverse * gg);
+    const float m = f.mu * momentum[j] + d;
+    momentum[j] = m;
+    const U u = from_float<U>(a.nesterov ? d + f.mu * m : m);
+    update[j] = u;
+    if (direction) direction[j] = wj * f.back;
+    const float stored = to_float(u);
+    square[0] += static_cast<double>(stored) * static_cast<double>(stored);
+    largest = larger(largest, fabsf(stored));
+  });
+  row_sum<kThreads>(square);
+  largest = row_largest<kThreads>(largest);
+  if (p.writes) {
+    static_cast<float*>(a.magnitude_grad)[p.row] = gg;
+    static_cast<float*>(a.row_max)[p.row] = largest;
+    a.row_square_sum[p.row] = square[0];
+  }
+}
+
+template <int kThreads, int kPerThread, class U>
+__global__ void __launch_bounds__(block_size(kThreads), least_blocks(kThreads))
+    finish_rows(const MuownFinishArguments a) {
+  if (detail::control_skips(a.control)) return;
+  const RowPosition<kThreads> p(a.shape);
+  float* const weight = line_of<float>(a.weight, p.batch, p.neuron);
+  const U* const update = line_of<const U>(a.update, p.batch, p.neuron);
+  const FinishFactors f(a, p.row);
+  const bool maybe_cold = a.warm && f.magnitude == 0;
+  const bool decays = a.rates[0] * a.rates[1] != 0;
+  constexpr bool kKept = kPerThread > 0;
+  float w[kKept ? kPerThread : 1], o[kKept ? kPerThread : 1];
+
+  double base[2] = {0, 0};  // d d, moved
+  for_each_element<kThreads, kPerThread>(p.lane, p.inputs, [&](std::int64_t j, int k) {
+    w[k] = weight[j];
+    o[k] = to_float(update[j]);
+    const double d = f.direction(w[k], o[k]);
+    base[0] += d * d;
+    if (f.rate * o[k] != 0) base[1] = 1;
+  });
+  row_sum<kThreads>(base);
+  const auto wj = [&](std::int64_t j, int k) { return kKept ? w[k] : weight[j]; };
+  const auto oj = [&](std::int64_t j, int k) { return kKept ? o[k] : to_float(update[j]); };
+  double more[4] = {0, 0, 0, 0};  // d w, w w, o o, g o
+  if (decays || maybe_cold) {     // alike in all threads of a row
+    const float* const gradient = maybe_cold ? line_of<const float>(a.gradient, p.batch, p.neuron) : nullptr;
+    for_each_element<kThreads, kPerThread>(p.lane, p.inputs, [&](std::int64_t j, int k) {
+      const double wide = wj(j, k), out = oj(j, k);
+      more[0] += wide * f.direction(wj(j, k), oj(j, k));
+      more[1] += wide * wide;
+      if (gradient) {
+        more[2] += out * out;
+        more[3] += out * gradient[j];
+      }
+    });
+    row_sum<kThreads>(more);
+  }
+
+  __shared__ RowPlan<float> plans[rows_a_block(kThreads)];
+  RowPlan<float>& plan = plans[threadIdx.x / kThreads];
+  sync_row<kThreads>();  // all threads have read g and r
+  if (p.writes) plan = finish_scalars(a, p.row, {base[0], more[0], more[1], more[2], more[3], base[1] != 0});
+  sync_row<kThreads>();
+  const RowPlan<float> mine = plan;
+  const std::int64_t value_line = p.batch * a.value.batch_stride + p.neuron * a.value.line_stride;
+  for_each_element<kThreads, kPerThread>(p.lane, p.inputs, [&](std::int64_t j, int k) {
+    const float x = new_weight(mine, f, wj(j, k), oj(j, k));
+    if (mine.mode != RowMode::kKeep) weight[j] = x;
+    if (a.value.data) store_value(a, value_line + j, x);
+  });
+}
+
+template <int kThreads>
+__global__ void __launch_bounds__(block_size(kThreads)) init_rows(const MuownInitArguments a) {
+  const RowPosition<kThreads> p(a.shape);
+  const float* const weight = line_of<const float>(a.weight, p.batch, p.neuron);
+  double square[1] = {0};
+  for (std::int64_t j = p.lane; j < p.inputs; j += kThreads)
+    square[0] += static_cast<double>(weight[j]) * static_cast<double>(weight[j]);
+  row_sum<kThreads>(square);
+  if (!p.writes) return;
+  detail::init_row(sqrt(square[0]), a.epsilon, a.warm, static_cast<float*>(a.magnitude)[p.row],
+                   static_cast<float*>(a.norm)[p.row]);
+}
+
+/// Calls f(threads a row, elements a thread) with constants that suit the width; 0 elements: the row is read again
+/// instead of kept.
+template <class F>
+void with_row_width(std::int64_t inputs, F&& f) {
+  const auto call = [&](auto threads, auto per_thread) { f(threads, per_thread); };
+  using std::integral_constant;
+  if (inputs <= 128) return call(integral_constant<int, 32>{}, integral_constant<int, 4>{});
+  if (inputs <= 512) return call(integral_constant<int, 32>{}, integral_constant<int, 16>{});
+  if (inputs <= 1024) return call(integral_constant<int, 256>{}, integral_constant<int, 4>{});
+  if (inputs <= 4096) return call(integral_constant<int, 256>{}, integral_constant<int, 16>{});
+  if (inputs <= 16384) return call(integral_constant<int, 512>{}, integral_constant<int, 32>{});
+  call(integral_constant<int, 512>{}, integral_constant<int, 0>{});
+}
+
+template <class F>
+void with_update_type(DType dtype, F&& f) {
+  if (dtype == DType::kBFloat16) {
+    f(__nv_bfloat16{});
+  } else {
+    f(0.0f);
+  }
+}
+
+unsigned row_blocks(const MuownShape& shape, int threads) {
+  const int rows = rows_a_block(threads);
+  return static_cast<unsigned>((shape.rows() + rows - 1) / rows);
+}
+
+// ---- [.., in, out]: tiles of 32 neurons, the lines in chunks; sums of a neuron in two stages
+// ---------------------------------
+
+constexpr int kTile = 32;     // neurons
+constexpr int kTileRows = 8;  // lines at a time
+constexpr std::int64_t kMostChunks = 64;
+
+struct Chunks {
+  std::int64_t lines = 0;  // a chunk
+  std::int64_t count = 0;
+  std::int64_t tiles = 0;
+};
+
+Chunks chunks_of(const MuownShape& shape) {
+  Chunks c;
+  c.lines = std::max<std::int64_t>(64, (shape.inputs + kMostChunks - 1) / kMostChunks);
+  c.count = std::max<std::int64_t>(1, (shape.inputs + c.lines - 1) / c.lines);
+  c.tiles = (shape.neurons + kTile - 1) / kTile;
+  return c;
+}
+
+/// Partial sums lie as [batch, chunk, which, neuron].
+__device__ std::int64_t partial_index(const MuownShape& shape, const Chunks& c, std::int64_t batch, std::int64_t chunk,
+                                      int which, int count, std::int64_t neuron) {
+  return ((batch * c.count + chunk) * count + which) * shape.neurons + neuron;
+}
+
+/// Where a block of 32 x 8 threads works.
+struct TilePosition {
+  std::int64_t batch;
+  std::int64_t chunk;
+  std::int64_t neuron;
+  std::int64_t row;
+  std::int64_t begin;  // of this thread's lines, in steps of kTileRows
+  std::int64_t end;
+  bool inside;
+
+  __device__ TilePosition(const MuownShape& shape, const Chunks& c, std::int64_t chunks) {
+    const std::int64_t block = blockIdx.x;
+    const std::int64_t tile = block % c.tiles;
+    chunk = block / c.tiles % chunks;
+    batch = block / (c.tiles * chunks);
+    neuron = tile * kTile + threadIdx.x;
+    inside = neuron < shape.neurons;
+    row = batch * shape.neurons + min(neuron, shape.neurons - 1);
+    begin = inside ? chunk * c.lines + threadIdx.y : 0;
+    end = inside ? min((chunk + 1) * c.lines, shape.inputs) : 0;
+  }
+};
+
+/// Sums v over the eight threads of each neuron in a fixed order; threads with threadIdx.y = 0 get the results.
+template <int kCount>
+__device__ void tile_sum(double (&v)[kCount]) {
+  __shared__ double parts[kTileRows][kCount][kTile];
+  __syncthreads();
+  for (int i = 0; i < kCount; ++i) parts[threadIdx.y][i][threadIdx.x] = v[i];
+  __syncthreads();
+  if (threadIdx.y != 0) return;
+  for (int i = 0; i < kCount; ++i) {
+    for (int y = 1; y < kTileRows; ++y) v[i] += parts[y][i][threadIdx.x];
+  }
+}
+
+__device__ float tile_largest(float v) {
+  __shared__ float parts[kTileRows][kTile];
+  __syncthreads();
+  parts[threadIdx.y][threadIdx.x] = v;
+  __syncthreads();
+  for (int y = 0; y < kTileRows; ++y) v = larger(v, parts[y][threadIdx.x]);
+  return v;
+}
+
+template <int kCount>
+__device__ void store_partials(const MuownShape& shape, const Chunks& c, const TilePosition& p,
+                               const double (&v)[kCount], double* partials) {
+  if (threadIdx.y != 0 || !p.inside) return;
+  for (int i = 0; i < kCount; ++i) partials[partial_index(shape, c, p.batch, p.chunk, i, kCount, p.neuron)] = v[i];
+}
+
+/// The chunks' partial sums of one neuron added up; valid where threadIdx.y = 0.
+template <int kCount>
+__device__ void load_partials(const MuownShape& shape, const Chunks& c, const TilePosition& p, double (&v)[kCount],
+                              const double* partials) {
+  for (int i = 0; i < kCount; ++i) v[i] = 0;
+  if (p.inside) {
+    for (std::int64_t chunk = threadIdx.y; chunk < c.count; chunk += kTileRows) {
+      for (int i = 0; i < kCount; ++i) v[i] += partials[partial_index(shape, c, p.batch, chunk, i, kCount, p.neuron)];
+    }
+  }
+  tile_sum(v);
+}
+
+__global__ void prepare_dots(const MuownPrepareArguments a, const Chunks c, double* partials) {
+  if (detail::control_skips(a.control)) return;
+  const TilePosition p(a.shape, c, c.count);
+  double dot[1] = {0};
+  for (std::int64_t i = p.begin; i < p.end; i += kTileRows) {
+    const double w = line_of<const float>(a.weight, p.batch, i)[p.neuron];
+    dot[0] += w * line_of<const float>(a.gradient, p.batch, i)[p.neuron];
+  }
+  tile_sum(dot);
+  store_partials(a.shape, c, p, dot, partials);
+}
+
+__global__ void prepare_gradients(const MuownPrepareArguments a, const Chunks c, const double* partials) {
+  if (detail::control_skips(a.control)) return;
+  const TilePosition p(a.shape, c, 1);
+  double dot[1];
+  load_partials(a.shape, c, p, dot, partials);
+  if (threadIdx.y == 0 && p.inside) static_cast<float*>(a.magnitude_grad)[p.row] = magnitude_gradient(a, p.row, dot[0]);
+}
+
+/// Partials: sum of squares and largest magnitude of U.
+template <class U>
+__global__ void prepare_updates(const MuownPrepareArguments a, const Chunks c, double* partials) {
+  if (detail::control_skips(a.control)) return;
+  const TilePosition p(a.shape, c, c.count);
+  const PrepareFactors f(a, p.row);
+  const float gg = static_cast<const float*>(a.magnitude_grad)[p.row];
+  double sums[1] = {0};
+  float largest = 0;
+  for (std::int64_t i = p.begin; i < p.end; i += kTileRows) {
+    const float w = line_of<const float>(a.weight, p.batch, i)[p.neuron];
+    const float g = line_of<const float>(a.gradient, p.batch, i)[p.neuron];
+    float* const momentum = line_of<float>(a.momentum, p.batch, i) + p.neuron;
+    const float d = f.ratio * (g * f.gradient - w * f.inverse * gg);
+    const float m = f.mu * *momentum + d;
+    *momentum = m;
+    const U u = from_float<U>(a.nesterov ? d + f.mu * m : m);
+    line_of<U>(a.update, p.batch, i)[p.neuron] = u;
+    if (a.direction.data) line_of<float>(a.direction, p.batch, i)[p.neuron] = w * f.back;
+    const float stored = to_float(u);
+    sums[0] += static_cast<double>(stored) * static_cast<double>(stored);
+    largest = larger(largest, fabsf(stored));
+  }
+  tile_sum(sums);
+  const double both[2] = {sums[0], tile_largest(largest)};
+  store_partials(a.shape, c, p, both, partials);
+}
+
+__global__ void prepare_row_sums(const MuownPrepareArguments a, const Chunks c, const double* partials) {
+  if (detail::control_skips(a.control)) return;
+  const TilePosition p(a.shape, c, 1);
+  double sums[1] = {0};
+  float largest = 0;
+  if (p.inside) {
+    for (std::int64_t chunk = threadIdx.y; chunk < c.count; chunk += kTileRows) {
+      sums[0] += partials[partial_index(a.shape, c, p.batch, chunk, 0, 2, p.neuron)];
+      largest =
+          larger(largest, static_cast<float>(partials[partial_index(a.shape, c, p.batch, chunk, 1, 2, p.neuron)]));
+    }
+  }
+  tile_sum(sums);
+  largest = tile_largest(largest);
+  if (threadIdx.y != 0 || !p.inside) return;
+  a.row_square_sum[p.row] = sums[0];
+  static_cast<float*>(a.row_max)[p.row] = largest;
+}
+
+constexpr int kFinishSums = 6;
+
+template <class U>
+__global__ void finish_sums(const MuownFinishArguments a, const Chunks c, double* partials) {
+  if (detail::control_skips(a.control)) return;
+  const TilePosition p(a.shape, c, c.count);
+  const FinishFactors f(a, p.row);
+  const bool maybe_cold = a.warm && f.magnitude == 0;
+  double sums[kFinishSums] = {0, 0, 0, 0, 0, 0};
+  for (std::int64_t i = p.begin; i < p.end; i += kTileRows) {
+    const float w = line_of<const float>(a.weight, p.batch, i)[p.neuron];
+    const float o = to_float(line_of<const U>(a.update, p.batch, i)[p.neuron]);
+    const double d = f.direction(w, o), wide = w, out = o;
+    sums[0] += d * d;
+    sums[1] += d * wide;
+    sums[2] += wide * wide;
+    if (maybe_cold) {
+      sums[3] += out * out;
+      sums[4] += out * line_of<const float>(a.gradient, p.batch, i)[p.neuron];
+    }
+    if (f.rate * o != 0) sums[5] = 1;
+  }
+  tile_sum(sums);
+  store_partials(a.shape, c, p, sums, partials);
+}
+
+/// What finish_elements needs of a row whose scalars have been updated.
+struct StoredPlan {
+  RowPlan<float> plan;
+  FinishFactors factors;
+};
+
+__global__ void finish_row_scalars(const MuownFinishArguments a, const Chunks c, const double* partials,
+                                   StoredPlan* plans) {
+  if (detail::control_skips(a.control)) return;
+  const TilePosition p(a.shape, c, 1);
+  double sums[kFinishSums];
+  load_partials(a.shape, c, p, sums, partials);
+  if (threadIdx.y != 0 || !p.inside) return;
+  const FinishFactors factors(a, p.row);
+  const RowPlan<float> plan = finish_scalars(a, p.row, {sums[0], sums[1], sums[2], sums[3], sums[4], sums[5] != 0});
+  plans[p.row] = {plan, factors};
+}
+
+template <class U>
+__global__ void finish_elements(const MuownFinishArguments a, const Chunks c, const StoredPlan* plans) {
+  if (detail::control_skips(a.control)) return;
+  const TilePosition p(a.shape, c, c.count);
+  const StoredPlan row = plans[p.row];
+  if (row.plan.mode == RowMode::kKeep && !a.value.data) return;
+  for (std::int64_t i = p.begin; i < p.end; i += kTileRows) {
+    float* const weight = line_of<float>(a.weight, p.batch, i) + p.neuron;
+    const float x =
+        new_weight(row.plan, row.factors, *weight, to_float(line_of<const U>(a.update, p.batch, i)[p.neuron]));
+    if (row.plan.mode != RowMode::kKeep) *weight = x;
+    if (a.value.data) store_value(a, p.batch * a.value.batch_stride + i * a.value.line_stride + p.neuron, x);
+  }
+}
+
+__global__ void init_sums(const MuownInitArguments a, const Chunks c, double* partials) {
+  const TilePosition p(a.shape, c, c.count);
+  double square[1] = {0};
+  for (std::int64_t i = p.begin; i < p.end; i += kTileRows) {
+    const double w = line_of<const float>(a.weight, p.batch, i)[p.neuron];
+    square[0] += w * w;
+  }
+  tile_sum(square);
+  store_partials(a.shape, c, p, square, partials);
+}
+
+__global__ void init_row_scalars(const MuownInitArguments a, const Chunks c, const double* partials) {
+  const TilePosition p(a.shape, c, 1);
+  double square[1];
+  load_partials(a.shape, c, p, square, partials);
+  if (threadIdx.y != 0 || !p.inside) return;
+  detail::init_row(sqrt(square[0]), a.epsilon, a.warm, static_cast<float*>(a.magnitude)[p.row],
+                   static_cast<float*>(a.norm)[p.row]);
+}
+
+/// Launch shapes of the transposed kernels: one block a tile and chunk, or one block a tile.
+struct TileLaunch {
+  Chunks chunks;
+  dim3 threads{kTile, kTileRows};
+  unsigned elements;
+  unsigned rows;
+
+  explicit TileLaunch(const MuownShape& shape)
+      : chunks(chunks_of(shape)),
+        elements(static_cast<unsigned>(shape.batches * chunks.count * chunks.tiles)),
+        rows(static_cast<unsigned>(shape.batches * chunks.tiles)) {}
+};
+
+std::size_t partial_bytes(const MuownShape& shape) {
+  return sizeof(double) * kFinishSums * static_cast<std::size_t>(shape.rows() * chunks_of(shape).count);
+}
+
+}  // namespace
+
+std::size_t muown_workspace_bytes(const MuownShape& shape) {
+  if (!shape.transposed) return 0;
+  return partial_bytes(shape) + sizeof(StoredPlan) * static_cast<std::size_t>(shape.rows());
+}
+
+void muown_prepare(const MuownPrepareArguments& a, void* workspace, StreamRef stream) {
+  const DeviceGuard guard(stream.device());
+  const cudaStream_t queue = to_cuda(stream);
+  with_update_type(a.shape.update_dtype, [&](auto type) {
+    using U = decltype(type);
+    if (!a.shape.transposed) {
+      with_row_width(a.shape.inputs, [&](auto threads, auto per_thread) {
+        constexpr int kThreads = decltype(threads)::value, kPerThread = decltype(per_thread)::value;
+        prepare_rows<kThreads, kPerThread, U><<<row_blocks(a.shape, kThreads), block_size(kThreads), 0, queue>>>(a);
+      });
+      check_launch("muown_prepare");
+      return;
+    }
+    const TileLaunch launch(a.shape);
+    double* const partials = static_cast<double*>(workspace);
+    prepare_dots<<<launch.elements, launch.threads, 0, queue>>>(a, launch.chunks, partials);
+    check_launch("muown_prepare");
+    prepare_gradients<<<launch.rows, launch.threads, 0, queue>>>(a, launch.chunks, partials);
+    check_launch("muown_prepare");
+    prepare_updates<U><<<launch.elements, launch.threads, 0, queue>>>(a, launch.chunks, partials);
+    check_launch("muown_prepare");
+    prepare_row_sums<<<launch.rows, launch.threads, 0, queue>>>(a, launch.chunks, partials);
+    check_launch("muown_prepare");
+  });
+}
+
+void muown_finish(const MuownFinishArguments& a, void* workspace, StreamRef stream) {
+  const DeviceGuard guard(stream.device());
+  const cudaStream_t queue = to_cuda(stream);
+  with_update_type(a.shape.update_dtype, [&](auto type) {
+    using U = decltype(type);
+    if (!a.shape.transposed) {
+      with_row_width(a.shape.inputs, [&](auto threads, auto per_thread) {
+        constexpr int kThreads = decltype(threads)::value, kPerThread = decltype(per_thread)::value;
+        finish_rows<kThreads, kPerThread, U><<<row_blocks(a.shape, kThreads), block_size(kThreads), 0, queue>>>(a);
+      });
+      check_launch("muown_finish");
+      return;
+    }
+    const TileLaunch launch(a.shape);
+    double* const partials = static_cast<double*>(workspace);
+    auto* const plans = reinterpret_cast<StoredPlan*>(static_cast<std::byte*>(workspace) + partial_bytes(a.shape));
+    finish_sums<U><<<launch.elements, launch.threads, 0, queue>>>(a, launch.chunks, partials);
+    check_launch("muown_finish");
+    finish_row_scalars<<<launch.rows, launch.threads, 0, queue>>>(a, launch.chunks, partials, plans);
+    check_launch("muown_finish");
+    finish_elements<U><<<launch.elements, launch.threads, 0, queue>>>(a, launch.chunks, plans);
+    check_launch("muown_finish");
+  });
+}
+
+void muown_init(const MuownInitArguments& a, void* workspace, StreamRef stream) {
+  const DeviceGuard guard(stream.device());
+  const cudaStream_t queue = to_cuda(stream);
+  if (a.shape.transposed) {
+    const TileLaunch launch(a.shape);
+    double* const partials = static_cast<double*>(workspace);
+    init_sums<<<launch.elements, launch.threads, 0, queue>>>(a, launch.chunks, partials);
+    check_launch("muown_init");
+    init_row_scalars<<<launch.rows, launch.threads, 0, queue>>>(a, launch.chunks, partials);
+  } else if (a.shape.inputs <= kBlock) {
+    init_rows<kWarp><<<row_blocks(a.shape, kWarp), block_size(kWarp), 0, queue>>>(a);
+  } else {
+    init_rows<kBlock><<<row_blocks(a.shape, kBlock), block_size(kBlock), 0, queue>>>(a);
+  }
+  check_launch("muown_init");
+}
+
+}  // namespace rowan::cuda
