@@ -24,13 +24,15 @@ struct PathName {
   NewtonSchulzPath path;
   const char* name;
 };
-constexpr PathName kPathNames[] = {{NewtonSchulzPath::kAuto, "auto"},     {NewtonSchulzPath::kStandard, "standard"},
-                                   {NewtonSchulzPath::kGram, "gram"},     {NewtonSchulzPath::kSkinny, "skinny"},
-                                   {NewtonSchulzPath::kGramFp32, "gram_fp32"}, {NewtonSchulzPath::kSvd, "svd"}};
+constexpr PathName kPathNames[] = {
+    {NewtonSchulzPath::kAuto, "auto"},          {NewtonSchulzPath::kStandard, "standard"},
+    {NewtonSchulzPath::kGram, "gram"},          {NewtonSchulzPath::kSkinny, "skinny"},
+    {NewtonSchulzPath::kGramFp32, "gram_fp32"}, {NewtonSchulzPath::kSvd, "svd"}};
 
 NewtonSchulzMatrix check_matrix(const char* name, const Tensor& t, NewtonSchulzPath path, StreamRef stream) {
   const detail::MatrixView view = detail::matrix_view(kOp, name, t);
-  require(t.dtype() == DType::kBFloat16 || t.dtype() == DType::kFloat32 || (t.dtype() == DType::kFloat64 && path == NewtonSchulzPath::kSvd),
+  require(t.dtype() == DType::kBFloat16 || t.dtype() == DType::kFloat32 ||
+              (t.dtype() == DType::kFloat64 && path == NewtonSchulzPath::kSvd),
           "{}: expected {} of dtype bfloat16 or float32 (float64 for svd), got {}", kOp, name, t.dtype());
   detail::require_on(kOp, name, t, stream);
   return {t.raw(), t.dtype(), view.batches, view.rows, view.cols, view.batch_stride, view.row_stride};
@@ -39,15 +41,17 @@ NewtonSchulzMatrix check_matrix(const char* name, const Tensor& t, NewtonSchulzP
 NewtonSchulzSteps check_options(const NewtonSchulzOptions& options) {
   require(options.steps >= 1 && options.steps <= NewtonSchulzSteps::kMost, "{}: expected 1 to {} steps, got {}", kOp,
           static_cast<int>(NewtonSchulzSteps::kMost), options.steps);
-  require(options.epsilon >= 0 && std::isfinite(options.epsilon), "{}: expected an epsilon of 0 or more, got {}", kOp, options.epsilon);
+  require(options.epsilon >= 0 && std::isfinite(options.epsilon), "{}: expected an epsilon of 0 or more, got {}", kOp,
+          options.epsilon);
   const auto& [coefficients, factor] = options.schedule;
   require(factor > 0 && std::isfinite(factor), "{}: expected a norm_factor above 0, got {}", kOp, factor);
   require(!coefficients.empty(), "{}: expected coefficients, got an empty schedule", kOp);
   NewtonSchulzSteps steps;
   for (; steps.count < options.steps; ++steps.count) {
-    const NewtonSchulzCoefficients& step = coefficients[std::min(static_cast<std::size_t>(steps.count), coefficients.size() - 1)];
-    require(std::isfinite(step.a) && std::isfinite(step.b) && std::isfinite(step.c), "{}: expected finite coefficients, got {}, {}, {}", kOp,
-            step.a, step.b, step.c);
+    const NewtonSchulzCoefficients& step =
+        coefficients[std::min(static_cast<std::size_t>(steps.count), coefficients.size() - 1)];
+    require(std::isfinite(step.a) && std::isfinite(step.b) && std::isfinite(step.c),
+            "{}: expected finite coefficients, got {}, {}, {}", kOp, step.a, step.b, step.c);
     steps.step[steps.count] = step;
   }
   return steps;
@@ -56,15 +60,17 @@ NewtonSchulzSteps check_options(const NewtonSchulzOptions& options) {
 void set_square_sums(const Tensor& sums, const Tensor& u, InverseNormArguments& norms, StreamRef stream) {
   detail::require_dtype(kOp, "row_square_sum", sums, DType::kFloat64);
   detail::require_on(kOp, "row_square_sum", sums, stream);
-  require(sums.rank() == u.rank() - 1, "{}: expected row_square_sum of rank {}, got shape {}", kOp, u.rank() - 1, sums.shape());
+  require(sums.rank() == u.rank() - 1, "{}: expected row_square_sum of rank {}, got shape {}", kOp, u.rank() - 1,
+          sums.shape());
   for (int d = 0; d < sums.rank() - 1; ++d) {
-    require(sums.size(d) == u.size(d), "{}: expected row_square_sum with the leading dimensions of {}, got shape {}", kOp, u.shape(), sums.shape());
+    require(sums.size(d) == u.size(d), "{}: expected row_square_sum with the leading dimensions of {}, got shape {}",
+            kOp, u.shape(), sums.shape());
   }
   detail::require_unit_columns(kOp, "row_square_sum", sums);
   // The leading dimensions of [.., n] are those of [.., n, 1].
   const bool two = sums.rank() == 3 && sums.size(0) > 1 && sums.size(1) > 1;
-  require(!two || sums.stride(0) == sums.stride(1) * sums.size(1), "{}: expected row_square_sum with leading dimensions that one stride walks, got shape {}",
-          kOp, sums.shape());
+  require(!two || sums.stride(0) == sums.stride(1) * sums.size(1),
+          "{}: expected row_square_sum with leading dimensions that one stride walks, got shape {}", kOp, sums.shape());
   norms.square_sums = sums.data<double>();
   norms.square_sum_count = sums.size(-1);
   if (sums.rank() == 2) norms.square_sum_stride = sums.stride(0);
@@ -84,8 +90,8 @@ Tensor inverse_norms(InverseNormArguments& norms, StreamRef stream) {
   return inverse;
 }
 
-/// CPU: every path but standard and svd in float32, without rounding operands to float16 as CUDA's gram does: faster there and nearer to the
-/// exact polynomial.
+/// CPU: every path but standard and svd in float32, without rounding operands to float16 as CUDA's gram does: faster
+/// there and nearer to the exact polynomial.
 void run(NewtonSchulzPath path, const GramFloatArguments& a, const Tensor& inverse, StreamRef stream) {
   if (path == NewtonSchulzPath::kStandard) {
     detail::newton_schulz_standard(a.u, a.out, inverse, a.steps, stream);
@@ -114,7 +120,8 @@ NewtonSchulzPath parse_newton_schulz_path(const std::string& text) {
   for (const auto& [value, name] : kPathNames) {
     if (text == name) return value;
   }
-  detail::fail(ErrorKind::kInvalidArgument, "{}: expected auto, standard, gram, skinny, gram_fp32 or svd, got {}", kOp, text);
+  detail::fail(ErrorKind::kInvalidArgument, "{}: expected auto, standard, gram, skinny, gram_fp32 or svd, got {}", kOp,
+               text);
 }
 
 NewtonSchulzSchedule newton_schulz_schedule(const std::string& name) {
@@ -135,7 +142,8 @@ NewtonSchulzSchedule newton_schulz_schedule(const std::string& name) {
              {2.3465, -1.7098, 0.4232}},
             1.02};
   }
-  detail::fail(ErrorKind::kInvalidArgument, "{}: expected coefficients jordan, quintic or polar_express, got {}", kOp, name);
+  detail::fail(ErrorKind::kInvalidArgument, "{}: expected coefficients jordan, quintic or polar_express, got {}", kOp,
+               name);
 }
 
 NewtonSchulzPath resolve_newton_schulz_path(NewtonSchulzPath path, std::int64_t rows, std::int64_t columns) noexcept {
@@ -143,15 +151,16 @@ NewtonSchulzPath resolve_newton_schulz_path(NewtonSchulzPath path, std::int64_t 
   return std::min(rows, columns) <= kSkinnySide ? NewtonSchulzPath::kSkinny : NewtonSchulzPath::kGram;
 }
 
-void newton_schulz(const Tensor& u, Tensor& out, const NewtonSchulzOptions& options, StreamRef stream, const Tensor* row_square_sum) {
+void newton_schulz(const Tensor& u, Tensor& out, const NewtonSchulzOptions& options, StreamRef stream,
+                   const Tensor* row_square_sum) {
   GramFloatArguments a;
   a.u = check_matrix("u", u, options.path, stream);
   detail::require_shape(kOp, "out", out, u.shape());
   a.out = check_matrix("out", out, options.path, stream);
   a.steps = check_options(options);
   const NewtonSchulzPath path = resolve_newton_schulz_path(options.path, a.u.rows, a.u.cols);
-  require(path != NewtonSchulzPath::kSkinny || a.u.short_side() <= kSkinnySide, "{}: expected a shorter side of at most {} for skinny, got shape {}",
-          kOp, kSkinnySide, u.shape());
+  require(path != NewtonSchulzPath::kSkinny || a.u.short_side() <= kSkinnySide,
+          "{}: expected a shorter side of at most {} for skinny, got shape {}", kOp, kSkinnySide, u.shape());
   if (path == NewtonSchulzPath::kSvd && stream.device().is_cuda()) {
     detail::fail(ErrorKind::kUnsupported, "{}: expected svd on the CPU, got {}", kOp, stream.device());
   }

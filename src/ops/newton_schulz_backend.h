@@ -66,8 +66,10 @@ ROWAN_HOST_DEVICE inline double round_significand(double x, int bits) {
 ROWAN_HOST_DEVICE inline double inverse_norm(double square_sum, double factor, double epsilon, bool round_to_bfloat16) {
   constexpr int kBits = 8;
   double size = factor * sqrt(square_sum);
-  if (round_to_bfloat16) size = round_significand(round_significand(size, kBits) + epsilon, kBits);
-  else size += epsilon;
+  if (round_to_bfloat16)
+    size = round_significand(round_significand(size, kBits) + epsilon, kBits);
+  else
+    size += epsilon;
   return size == 0 ? 0.0 : 1 / size;
 }
 
@@ -90,8 +92,10 @@ namespace cuda {
 /// Doubles of scratch memory for inverse_norms.
 std::int64_t inverse_norms_workspace(const InverseNormArguments& arguments);
 void inverse_norms(const InverseNormArguments& arguments, double* workspace, StreamRef stream);
-void newton_schulz_load(const NewtonSchulzMatrix& u, const double* inverse, double scale, const NewtonSchulzMatrix& x, StreamRef stream);
-void newton_schulz_add_identity(const NewtonSchulzMatrix& z, double alpha, double beta, const NewtonSchulzMatrix& q, StreamRef stream);
+void newton_schulz_load(const NewtonSchulzMatrix& u, const double* inverse, double scale, const NewtonSchulzMatrix& x,
+                        StreamRef stream);
+void newton_schulz_add_identity(const NewtonSchulzMatrix& z, double alpha, double beta, const NewtonSchulzMatrix& q,
+                                StreamRef stream);
 void newton_schulz_store(const NewtonSchulzMatrix& x, double scale, const NewtonSchulzMatrix& out, StreamRef stream);
 /// Floats of scratch memory for newton_schulz_skinny; short sides up to 64.
 std::int64_t newton_schulz_skinny_workspace(const NewtonSchulzMatrix& u);

@@ -57,8 +57,17 @@ using Square = std::vector<float>;
 class GramIteration {
  public:
   GramIteration(const GramFloatArguments& arguments, std::int64_t batch)
-      : a_(arguments), batch_(batch), wide_(a_.u.is_wide()), p_(a_.u.short_side()), q_(a_.u.long_side()),
-        x_(static_cast<std::size_t>(p_ * q_)), r_(static_cast<std::size_t>(p_ * p_)), h_(r_), t_(r_), polynomial_(r_), next_(r_) {}
+      : a_(arguments),
+        batch_(batch),
+        wide_(a_.u.is_wide()),
+        p_(a_.u.short_side()),
+        q_(a_.u.long_side()),
+        x_(static_cast<std::size_t>(p_ * q_)),
+        r_(static_cast<std::size_t>(p_ * p_)),
+        h_(r_),
+        t_(r_),
+        polynomial_(r_),
+        next_(r_) {}
 
   void run() {
     const NewtonSchulzMatrix& u = a_.u;
@@ -85,7 +94,8 @@ class GramIteration {
  private:
   static constexpr std::int64_t kPanel = 64;
 
-  /// Calls f(first row, rows, columns) for panels of rows that together cover the lower triangle of a p x p matrix, then mirrors it.
+  /// Calls f(first row, rows, columns) for panels of rows that together cover the lower triangle of a p x p matrix,
+  /// then mirrors it.
   template <class F>
   void lower_triangle(Square& matrix, F&& f) {
     const std::int64_t panels = (p_ + kPanel - 1) / kPanel;
@@ -100,7 +110,8 @@ class GramIteration {
     for (std::int64_t i0 = 0; i0 < p_; i0 += kTile) {
       for (std::int64_t j0 = 0; j0 <= i0; j0 += kTile) {
         for (std::int64_t j = j0; j < std::min(j0 + kTile, p_); ++j) {
-          for (std::int64_t i = std::max(i0, j + 1); i < std::min(i0 + kTile, p_); ++i) matrix[index(j, i)] = matrix[index(i, j)];
+          for (std::int64_t i = std::max(i0, j + 1); i < std::min(i0 + kTile, p_); ++i)
+            matrix[index(j, i)] = matrix[index(i, j)];
         }
       }
     }
@@ -111,8 +122,8 @@ class GramIteration {
   /// out = alpha a b + beta out for symmetric matrices that commute.
   void product(double alpha, const Square& a, const Square& b, double beta, Square& out) {
     lower_triangle(out, [&](std::int64_t i, std::int64_t rows, std::int64_t cols) {
-      detail::sgemm(false, false, rows, cols, p_, static_cast<float>(alpha), a.data() + i * p_, p_, b.data(), p_, static_cast<float>(beta),
-                    out.data() + i * p_, p_);
+      detail::sgemm(false, false, rows, cols, p_, static_cast<float>(alpha), a.data() + i * p_, p_, b.data(), p_,
+                    static_cast<float>(beta), out.data() + i * p_, p_);
     });
   }
 
@@ -120,7 +131,8 @@ class GramIteration {
   void gram() {
     const std::int64_t ld = a_.u.cols, step = wide_ ? ld : 1;
     lower_triangle(r_, [&](std::int64_t i, std::int64_t rows, std::int64_t cols) {
-      detail::sgemm(!wide_, wide_, rows, cols, q_, 1.0f, x_.data() + i * step, ld, x_.data(), ld, 0.0f, r_.data() + i * p_, p_);
+      detail::sgemm(!wide_, wide_, rows, cols, q_, 1.0f, x_.data() + i * step, ld, x_.data(), ld, 0.0f,
+                    r_.data() + i * p_, p_);
     });
   }
 
@@ -139,12 +151,14 @@ class GramIteration {
       std::vector<float> block(static_cast<std::size_t>(rows * out.cols));
       const float* const left = wide_ ? polynomial_.data() : x_.data();
       const float* const right = wide_ ? x_.data() : polynomial_.data();
-      detail::sgemm(false, false, rows, out.cols, p_, 1.0f, left + begin * p_, p_, right, out.cols, 0.0f, block.data(), out.cols);
+      detail::sgemm(false, false, rows, out.cols, p_, 1.0f, left + begin * p_, p_, right, out.cols, 0.0f, block.data(),
+                    out.cols);
       detail::dispatch_floating(out.dtype, [&](auto tag) {
         using T = typename decltype(tag)::type;
         for (std::int64_t i = 0; i < rows; ++i) {
           const float* const from = block.data() + i * out.cols;
-          std::transform(from, from + out.cols, row_of<T>(out, batch_, begin + i), [](float v) { return convert<T>(v); });
+          std::transform(from, from + out.cols, row_of<T>(out, batch_, begin + i),
+                         [](float v) { return convert<T>(v); });
         }
       });
     });
@@ -161,7 +175,11 @@ class GramIteration {
 class JacobiPolar {
  public:
   JacobiPolar(const NewtonSchulzMatrix& u, std::int64_t batch)
-      : wide_(u.is_wide()), p_(u.short_side()), q_(u.long_side()), a_(static_cast<std::size_t>(p_ * q_)), j_(static_cast<std::size_t>(p_ * p_)) {
+      : wide_(u.is_wide()),
+        p_(u.short_side()),
+        q_(u.long_side()),
+        a_(static_cast<std::size_t>(p_ * q_)),
+        j_(static_cast<std::size_t>(p_ * p_)) {
     std::vector<double> row(static_cast<std::size_t>(u.cols));
     double largest = 0;
     for (std::int64_t i = 0; i < u.rows; ++i) {
@@ -193,7 +211,8 @@ class JacobiPolar {
       using T = typename decltype(tag)::type;
       for (std::int64_t i = 0; i < out.rows; ++i) {
         T* const row = row_of<T>(out, batch, i);
-        for (std::int64_t k = 0; k < out.cols; ++k) row[k] = convert<T>(polar[static_cast<std::size_t>(wide_ ? i * q_ + k : k * q_ + i)]);
+        for (std::int64_t k = 0; k < out.cols; ++k)
+          row[k] = convert<T>(polar[static_cast<std::size_t>(wide_ ? i * q_ + k : k * q_ + i)]);
       }
     });
   }
@@ -277,7 +296,8 @@ void newton_schulz_add_identity(const NewtonSchulzMatrix& z, double alpha, doubl
     for_each_row(q, [&](std::int64_t b, std::int64_t i) {
       const T* const from = row_of<const T>(z, b, i);
       T* const to = row_of<T>(q, b, i);
-      for (std::int64_t k = 0; k < q.cols; ++k) to[k] = convert<T>(alpha * convert<double>(from[k]) + (k == i ? beta : 0.0));
+      for (std::int64_t k = 0; k < q.cols; ++k)
+        to[k] = convert<T>(alpha * convert<double>(from[k]) + (k == i ? beta : 0.0));
     });
   });
 }

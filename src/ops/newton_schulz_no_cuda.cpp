@@ -10,8 +10,12 @@ namespace {
 
 std::int64_t inverse_norms_workspace(const InverseNormArguments&) { unsupported(); }
 void inverse_norms(const InverseNormArguments&, double*, StreamRef) { unsupported(); }
-void newton_schulz_load(const NewtonSchulzMatrix&, const double*, double, const NewtonSchulzMatrix&, StreamRef) { unsupported(); }
-void newton_schulz_add_identity(const NewtonSchulzMatrix&, double, double, const NewtonSchulzMatrix&, StreamRef) { unsupported(); }
+void newton_schulz_load(const NewtonSchulzMatrix&, const double*, double, const NewtonSchulzMatrix&, StreamRef) {
+  unsupported();
+}
+void newton_schulz_add_identity(const NewtonSchulzMatrix&, double, double, const NewtonSchulzMatrix&, StreamRef) {
+  unsupported();
+}
 void newton_schulz_store(const NewtonSchulzMatrix&, double, const NewtonSchulzMatrix&, StreamRef) { unsupported(); }
 std::int64_t newton_schulz_skinny_workspace(const NewtonSchulzMatrix&) { unsupported(); }
 void newton_schulz_skinny(const GramFloatArguments&, float*, StreamRef) { unsupported(); }

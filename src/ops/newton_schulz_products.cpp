@@ -14,7 +14,9 @@ constexpr std::int64_t kPad = 64;
 std::int64_t padded(std::int64_t side) { return (side + kPad - 1) / kPad * kPad; }
 
 /// The power of two nearest to x (in its logarithm), at most 2^most.
-double power_of_two_near(double x, int most) { return std::ldexp(1.0, std::min(most, static_cast<int>(std::lround(std::log2(x))))); }
+double power_of_two_near(double x, int most) {
+  return std::ldexp(1.0, std::min(most, static_cast<int>(std::lround(std::log2(x)))));
+}
 
 NewtonSchulzMatrix as_matrix(const Tensor& t) {
   return {t.raw(), t.dtype(), t.size(0), t.size(1), t.size(2), t.stride(0), t.stride(1)};
@@ -24,7 +26,10 @@ NewtonSchulzMatrix as_matrix(const Tensor& t) {
 class ShortSide {
  public:
   ShortSide(const NewtonSchulzMatrix& u, DType dtype, StreamRef stream)
-      : wide_(u.is_wide()), stream_(stream), x_(Tensor::empty({u.batches, padded(u.rows), padded(u.cols)}, dtype, stream)), next_(Tensor::empty(x_.shape(), dtype, stream)) {}
+      : wide_(u.is_wide()),
+        stream_(stream),
+        x_(Tensor::empty({u.batches, padded(u.rows), padded(u.cols)}, dtype, stream)),
+        next_(Tensor::empty(x_.shape(), dtype, stream)) {}
 
   std::int64_t side() const { return wide_ ? x_.size(1) : x_.size(2); }
 
@@ -62,7 +67,8 @@ class ShortSide {
 };
 
 /// out = alpha a b + beta c for symmetric matrices that commute, so that the result is symmetric too.
-void symmetric_product(double alpha, const Tensor& a, const Tensor& b, double beta, const Tensor& c, Tensor& out, bool allow_tf32, StreamRef stream) {
+void symmetric_product(double alpha, const Tensor& a, const Tensor& b, double beta, const Tensor& c, Tensor& out,
+                       bool allow_tf32, StreamRef stream) {
   out.copy_from(c, stream);
   gemm(a, b, out, stream, {.alpha = alpha, .beta = beta, .allow_tf32 = allow_tf32});
 }
@@ -77,11 +83,12 @@ void add_identity(const Tensor& z, double alpha, double beta, Tensor& q, StreamR
 
 }  // namespace
 
-void newton_schulz_standard(const NewtonSchulzMatrix& u, const NewtonSchulzMatrix& out, const Tensor& inverse, const NewtonSchulzSteps& steps,
-                            StreamRef stream) {
+void newton_schulz_standard(const NewtonSchulzMatrix& u, const NewtonSchulzMatrix& out, const Tensor& inverse,
+                            const NewtonSchulzSteps& steps, StreamRef stream) {
   ShortSide x(u, DType::kBFloat16, stream);
   const Shape square{u.batches, x.side(), x.side()};
-  Tensor gram = Tensor::empty(square, DType::kBFloat16, stream), polynomial = Tensor::empty(square, DType::kBFloat16, stream);
+  Tensor gram = Tensor::empty(square, DType::kBFloat16, stream),
+         polynomial = Tensor::empty(square, DType::kBFloat16, stream);
   x.load(u, inverse, 1);
   for (int i = 0; i < steps.count; ++i) {
     const auto& [a, b, c] = steps.step[i];
@@ -92,11 +99,11 @@ void newton_schulz_standard(const NewtonSchulzMatrix& u, const NewtonSchulzMatri
   x.store(1, out);
 }
 
-void newton_schulz_gram(const NewtonSchulzMatrix& u, const NewtonSchulzMatrix& out, const Tensor& inverse, const NewtonSchulzSteps& steps,
-                        const GramStorage& storage, StreamRef stream) {
+void newton_schulz_gram(const NewtonSchulzMatrix& u, const NewtonSchulzMatrix& out, const Tensor& inverse,
+                        const NewtonSchulzSteps& steps, const GramStorage& storage, StreamRef stream) {
   const double p = static_cast<double>(u.short_side()), q = static_cast<double>(u.long_side());
-  // Scales of X before the first Gram matrix (entries up to 1), of X after it (up to 2), and of R, T and Z (up to 8): all products stay below
-  // float16's 65504.
+  // Scales of X before the first Gram matrix (entries up to 1), of X after it (up to 2), and of R, T and Z (up to 8):
+  // all products stay below float16's 65504.
   const double first_scale = storage.scaled ? power_of_two_near(std::sqrt(p * q), 15) : 1;
   const double later_scale = storage.scaled ? power_of_two_near(std::sqrt(q), 14) : 1;
   const double s = storage.scaled ? power_of_two_near(p, 12) : 1;

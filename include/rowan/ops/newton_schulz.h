@@ -47,7 +47,7 @@ NewtonSchulzSchedule newton_schulz_schedule(const std::string& name);
 
 struct NewtonSchulzOptions {
   NewtonSchulzPath path = NewtonSchulzPath::kAuto;
-  NewtonSchulzSchedule schedule{{NewtonSchulzCoefficients{}}, 1.0};
+  NewtonSchulzSchedule schedule = newton_schulz_schedule("jordan");
   int steps = 5;
   double epsilon = 1e-7;  ///< added to the norm; 0 gives exact scale invariance
 };
