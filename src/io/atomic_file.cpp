@@ -135,7 +135,7 @@ std::string read_text_file(const std::filesystem::path& path, std::int64_t max_b
   return text;
 }
 
-void create_directories(const std::filesystem::path& path) {
+void make_directories(const std::filesystem::path& path) {
   std::error_code error;
   std::filesystem::create_directories(path, error);
   if (error) fail_system(path, "create directory", error.value());

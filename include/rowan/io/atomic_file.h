@@ -43,6 +43,6 @@ void write_text_file(const std::filesystem::path& path, std::string_view text);
 std::string read_text_file(const std::filesystem::path& path, std::int64_t max_bytes);
 
 /// Makes a directory and its parents; no error when it exists. Throws Io naming the path.
-void create_directories(const std::filesystem::path& path);
+void make_directories(const std::filesystem::path& path);
 
 }  // namespace rowan

@@ -32,12 +32,6 @@ struct TensorInfo {
   std::optional<DType> tensor_dtype() const noexcept;
 };
 
-/// A tensor to be written under a name.
-struct NamedTensor {
-  std::string name;
-  Tensor tensor;
-};
-
 /// An open file whose header has been checked. Copies share the open file; const members may be called from several
 /// threads.
 ///
