@@ -305,7 +305,6 @@ void LlamaModel::merge_adapter(StreamRef stream) {
   for (LlamaBlock& block : layers_->blocks) block.for_each_linear([stream](LoraLinear& linear) { linear.merge(stream); });
 }
 
-std::vector<std::string> LlamaModel::linear_modules() const { return detail::linear_modules(layers_->config); }
 const ModelConfig& LlamaModel::config() const noexcept { return layers_->config; }
 const LlamaOptions& LlamaModel::options() const noexcept { return layers_->options; }
 

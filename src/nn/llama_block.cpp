@@ -14,13 +14,17 @@
 namespace rowan::detail {
 
 void assign(const Parameter& parameter, const std::vector<double>& values, StreamRef stream) {
-  dispatch_floating(parameter.value.dtype(), [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    std::vector<T> typed;
-    typed.reserve(values.size());
-    for (const double v : values) typed.push_back(convert<T>(v));
-    parameter.value.copy_from(Tensor::from_host(parameter.value.shape(), typed, StreamRef()), stream);
-  });
+  const auto write = [&](const Tensor& target) {
+    dispatch_floating(target.dtype(), [&](auto tag) {
+      using T = typename decltype(tag)::type;
+      std::vector<T> typed;
+      typed.reserve(values.size());
+      for (const double v : values) typed.push_back(convert<T>(v));
+      target.copy_from(Tensor::from_host(target.shape(), typed, StreamRef()), stream);
+    });
+  };
+  write(parameter.value);
+  if (parameter.has_own_master()) write(parameter.master);
 }
 
 DenseWeight::DenseWeight(const std::string& name, const Shape& shape, Parameter::Role role, DType dtype, bool trainable, StreamRef stream) {
@@ -30,20 +34,8 @@ DenseWeight::DenseWeight(const std::string& name, const Shape& shape, Parameter:
   parameter.trainable = trainable;
   if (!trainable) return;
   const DType master = statistics_dtype(dtype);
-  if (master == dtype) parameter.master = parameter.value;
+  parameter.master = master == dtype ? parameter.value : Tensor::zeros(shape, master, stream);
   parameter.grad = Tensor::zeros(shape, master, stream);
-}
-
-std::vector<std::string> linear_modules(const ModelConfig& config) {
-  std::vector<std::string> modules;
-  for (std::int64_t i = 0; i < config.num_hidden_layers; ++i) {
-    const std::string block = "model.layers." + std::to_string(i);
-    for (const char* name : {".self_attn.q_proj", ".self_attn.k_proj", ".self_attn.v_proj", ".self_attn.o_proj", ".mlp.gate_proj",
-                             ".mlp.up_proj", ".mlp.down_proj"}) {
-      modules.push_back(block + name);
-    }
-  }
-  return modules;
 }
 
 namespace {

@@ -31,9 +31,6 @@ struct DenseWeight {
   Parameter parameter;
 };
 
-/// Module paths of every linear layer, block by block.
-std::vector<std::string> linear_modules(const ModelConfig& config);
-
 class LlamaBlock {
  public:
   static constexpr std::uint64_t kLinears = 4;  ///< LoraLinear objects a block: each needs its own dropout offset

@@ -159,9 +159,12 @@ void LoraLinear::shrink_input(const Tensor& x, const LoraLinearContext& context,
 void LoraLinear::forward(const Tensor& x, Tensor& y, LoraLinearContext& context, StreamRef stream,
                          const std::optional<DropoutKey>& dropout) const {
   check_forward(x, y, stream, dropout);
-  const bool adapted = enabled_ && columns_ > 0, spare = x.slack() >= columns_;
+  const bool adapted = enabled_ && columns_ > 0;
+  context.slack_claim.reset();  // where it was on this x, the columns are free again
   LoraLinearContext fresh;
   fresh.x = x;
+  if (adapted && x.slack() >= columns_) fresh.slack_claim = x.claim_slack();
+  const bool spare = fresh.slack_claim != nullptr;
   if (adapted && (drops(Place::kInput) || drops(Place::kOutput))) fresh.dropout = dropout;
   if (adapted) {
     fresh.s = spare ? x.slack_view(columns_) : Tensor::empty({x.size(0), columns_}, dtype_, stream);
@@ -252,7 +255,9 @@ void LoraLinear::add_factor_gradients(const Tensor& dy, const Tensor& ds, const 
 void LoraLinear::backward(const Tensor& dy, const LoraLinearContext& context, Tensor* dx, StreamRef stream,
                           double dx_beta) const {
   check_backward(dy, context, dx, stream, dx_beta);
-  const bool adapted = context.s.defined(), spare = dy.slack() >= columns_;
+  const bool adapted = context.s.defined();
+  const std::shared_ptr<void> claim = adapted && dy.slack() >= columns_ ? dy.claim_slack() : nullptr;
+  const bool spare = claim != nullptr;
   Tensor ds;
   if (adapted) {
     ds = spare ? dy.slack_view(columns_) : Tensor::empty({dy.size(0), columns_}, dtype_, stream);

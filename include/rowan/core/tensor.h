@@ -6,6 +6,7 @@
 #include <memory>
 #include <mutex>
 #include <span>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -144,6 +145,12 @@ class Tensor {
   std::array<std::int64_t, Shape::kMaxRank> strides_{};
   DType dtype_ = DType::kFloat32;
   std::int64_t slack_ = 0;
+};
+
+/// A tensor under its name in a file or a state ("model.norm.weight").
+struct NamedTensor {
+  std::string name;
+  Tensor tensor;
 };
 
 }  // namespace rowan

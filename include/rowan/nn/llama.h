@@ -84,8 +84,6 @@ class LlamaModel {
   void set_adapter_enabled(bool enabled);
   /// Adds s B A to the base weights, each rounded once, and zeroes B: logits stay the same up to that rounding.
   void merge_adapter(StreamRef stream);
-  /// Module paths of the linear layers that LoRA can sit on, in order.
-  std::vector<std::string> linear_modules() const;
   const ModelConfig& config() const noexcept;
   const LlamaOptions& options() const noexcept;
 

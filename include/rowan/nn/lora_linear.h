@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <limits>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -47,12 +48,14 @@ struct LinearPart {
   std::optional<LoraConfig> lora;
 };
 
-/// What backward needs of one forward. S is kept, never computed again. Where x has spare columns, S lies in them: x
-/// must stay as it is, spare columns included, until the last backward.
+/// What backward needs of one forward. S is kept, never computed again. Where x has spare columns, S lies in them, and
+/// no other layer that reads the same x will write there while this context lives (it makes an S of its own). x itself
+/// must stay as it is until the last backward.
 struct LoraLinearContext {
   Tensor x;
   Tensor s;                           ///< [M, slack_columns()]; undefined where the adapter was off
   std::optional<DropoutKey> dropout;  ///< undefined where no mask was drawn
+  std::shared_ptr<void> slack_claim;  ///< null where S is not in x's spare columns
 };
 
 /// y = x W^T + bias + scale (x A^T) B^T for a stack of parts that read one x (q_proj, k_proj, v_proj; gate_proj,

@@ -37,6 +37,9 @@ struct Parameter {
   MatrixLayout layout = MatrixLayout::kOutIn;
   Shard shard;
   Role role = Role::kMatrix;
+
+  /// master is memory of its own, of which value is a rounded copy.
+  bool has_own_master() const noexcept { return master.defined() && !master.shares_storage(value); }
 };
 
 }  // namespace rowan

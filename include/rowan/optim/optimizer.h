@@ -25,12 +25,6 @@ struct OptimizerOptions {
   double max_gradient_norm = 0;        ///< gradients are scaled down to this global norm; 0: not
 };
 
-/// A piece of state under a name that stays the same over runs ("momentum.model.layers.0.mlp.up_proj.weight").
-struct NamedTensor {
-  std::string name;
-  Tensor tensor;
-};
-
 /// Holds masters, moments and counters. It is made for a list of parameters and takes the same list, in the same order,
 /// at every step; frozen parameters in it are passed over. A parameter takes part in a step when it has a gradient
 /// (grad is defined and has_grad is true); otherwise it, its state and its count t stay as they are.
