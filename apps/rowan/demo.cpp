@@ -1,0 +1,269 @@
+#include "demo.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <filesystem>
+#include <iostream>
+#include <nlohmann/json.hpp>
+#include <string_view>
+#include <vector>
+
+#include "byte_text.h"
+#include "grammar.h"
+#include "progress.h"
+#include "rowan/comm/communicator.h"
+#include "rowan/core/build_info.h"
+#include "rowan/core/error.h"
+#include "rowan/io/atomic_file.h"
+#include "rowan/nn/llama_files.h"
+#include "rowan/optim/optimizer.h"
+#include "rowan/train/metrics.h"
+#include "rowan/train/plot.h"
+#include "rowan/train/trainer.h"
+
+namespace rowan::app {
+
+namespace {
+
+constexpr std::int64_t kSequenceLength = 128;
+constexpr std::int64_t kBatchSize = 16;
+constexpr std::int64_t kTokensPerStep = kSequenceLength * kBatchSize;
+constexpr std::int64_t kHeldOutBytes = 48 * 1024;
+constexpr std::int64_t kHeldOutContext = 32;
+constexpr std::int64_t kSampleBytes = 160;
+
+/// Peak learning rates of the two stages.
+struct Rates {
+  double pretrain;
+  double tune;
+};
+
+Rates rates_for(Algorithm algorithm) {
+  switch (algorithm) {
+    case Algorithm::kMuown:
+      return {0.02, 0.02};
+    case Algorithm::kMuon:
+      return {0.02, 0.02};
+    default:
+      return {4e-3, 1e-2};
+  }
+}
+
+ModelConfig model_config() {
+  ModelConfig config;
+  config.vocab_size = kByteVocabulary;
+  config.hidden_size = 128;
+  config.intermediate_size = 448;
+  config.num_hidden_layers = 4;
+  config.num_attention_heads = 4;
+  config.num_key_value_heads = 2;
+  config.head_dim = 32;
+  config.max_position_embeddings = 256;
+  config.initializer_range = 0.05;
+  return config;
+}
+
+AdapterConfig adapter_config(const std::string& base) {
+  AdapterConfig config;
+  config.r = 8;
+  config.lora_alpha = 16;
+  config.target_pattern = "all-linear";
+  config.base_model_name_or_path = base;
+  return config;
+}
+
+/// A text of its own for every purpose, all of one seed.
+struct Corpora {
+  Corpora(const TemplateGrammar& grammar, std::uint64_t seed, std::int64_t steps)
+      : training(training_batches(grammar.sample(seed * 4, static_cast<std::size_t>(steps * kTokensPerStep + 1)), kSequenceLength, kBatchSize)),
+        held_out_text(grammar.sample(seed * 4 + 1, kHeldOutBytes)),
+        held_out(held_out_batches(held_out_text, kSequenceLength, kHeldOutContext, kBatchSize)),
+        entropy(grammar.entropy_per_byte()) {}
+
+  std::vector<HostBatch> training;
+  std::string held_out_text;
+  std::vector<HostBatch> held_out;
+  double entropy;
+};
+
+/// What the two stages share: where they run and what they report to.
+struct Run {
+  const DemoOptions& options;
+  StreamRef stream;
+  MetricsWriter& metrics;
+  std::vector<double> steps;   // of both stages, one after the other
+  std::vector<double> losses;
+};
+
+void train(Run& run, const char* stage, LlamaModel& model, const std::vector<HostBatch>& batches, double learning_rate) {
+  OptimizerOptions options;
+  options.groups = default_groups(parse_algorithm(run.options.optimizer));
+  options.max_gradient_norm = 1.0;
+  const auto optimizer = make_optimizer(options, model.parameters(), run.stream);
+  TrainerOptions training;
+  training.learning_rate = learning_rate;
+  training.schedule = {.type = Schedule::Type::kLinear, .total_steps = static_cast<std::int64_t>(batches.size()), .warmup_steps = 5};
+  training.schedule.warmup_steps = std::min<std::int64_t>(5, training.schedule.total_steps / 2);
+  SingleCommunicator communicator;
+  Trainer trainer(model, *optimizer, communicator, training, run.stream);
+  ProgressOutput output = ProgressOutput::standard_error();
+  if (run.options.json) output.style = ProgressStyle::kQuiet;
+  Progress progress(stage, output);
+  std::int64_t tokens = 0;
+  for (const HostBatch& batch : batches) {
+    const TrainStep step = trainer.step(batch);
+    if (!std::isfinite(step.loss)) throw Error(ErrorKind::kInvalidArgument, fmt::format("demo: the loss of step {} is not finite", step.step));
+    run.steps.push_back(static_cast<double>(run.steps.size()));
+    run.losses.push_back(step.loss);
+    run.metrics.write({{"stage", std::string(stage)},
+                       {"step", step.step},
+                       {"loss", step.loss},
+                       {"learning_rate", step.learning_rate},
+                       {"gradient_norm", step.gradient_norm},
+                       {"tokens", step.tokens},
+                       {"seconds", step.seconds}});
+    tokens += step.tokens;
+    progress.update({step.step + 1, training.schedule.total_steps, step.loss, step.learning_rate, tokens});
+  }
+  progress.close();
+}
+
+}  // namespace
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+double seconds_since(Clock::time_point begin) { return std::chrono::duration<double>(Clock::now() - begin).count(); }
+
+/// Losses of one model on held-out text of both styles, in nats per byte.
+struct Losses {
+  double plain = 0;
+  double pirate = 0;
+};
+
+Losses measure(LlamaModel& model, const Corpora& plain, const Corpora& pirate, StreamRef stream) {
+  return {evaluate(model, plain.held_out, stream), evaluate(model, pirate.held_out, stream)};
+}
+
+void write_config(const std::filesystem::path& path, const DemoOptions& options, const Rates& rates, Device device, std::int64_t parameters) {
+  const nlohmann::ordered_json config = {
+      {"rowan", build_info().version},        {"seed", options.seed},
+      {"optimizer", options.optimizer},       {"device", to_string(device)},
+      {"parameters", parameters},             {"sequence_length", kSequenceLength},
+      {"batch_size", kBatchSize},             {"pretrain_steps", options.pretrain_steps},
+      {"pretrain_learning_rate", rates.pretrain}, {"tune_steps", options.tune_steps},
+      {"tune_learning_rate", rates.tune},     {"lora_r", adapter_config("").r},
+      {"lora_alpha", adapter_config("").lora_alpha}};
+  write_text_file(path, config.dump(2) + "\n");
+}
+
+std::string loss_plot(const Run& run, const DemoOptions& options, const Corpora& plain, const Corpora& pirate) {
+  PlotSpec plot;
+  plot.title = fmt::format("rowan demo: pre-training, then LoRA fine-tuning ({})", options.optimizer);
+  plot.x_label = "step";
+  plot.y_label = "training loss, nats per byte";
+  plot.series = {{"training loss", run.steps, run.losses}};
+  plot.levels = {{plain.entropy, "entropy of style 1"}, {pirate.entropy, "entropy of style 2"}};
+  plot.events = {{static_cast<double>(options.pretrain_steps), "LoRA on style 2"}};
+  plot.log_y = true;
+  return line_plot_svg(plot);
+}
+
+/// One line of text for the terminal: control bytes and bytes beyond ASCII as dots, line ends as " | ".
+std::string printable(const std::string& text) {
+  std::string shown;
+  for (const char c : text) {
+    if (c == '\n') {
+      shown += " | ";
+    } else {
+      shown += c >= ' ' && c <= '~' ? c : '.';
+    }
+  }
+  return shown;
+}
+
+std::int64_t count_parameters(const std::vector<Parameter>& parameters) {
+  std::int64_t count = 0;
+  for (const Parameter& p : parameters) count += p.value.elements();
+  return count;
+}
+
+}  // namespace
+
+void run_demo(const DemoOptions& options) {
+  const Clock::time_point begin = Clock::now();
+  const Device device = parse_device(options.device);
+  const Stream stream(device);
+  const std::filesystem::path out = options.out;
+  const Rates defaults = rates_for(parse_algorithm(options.optimizer));
+  const Rates rates{options.pretrain_learning_rate.value_or(defaults.pretrain), options.tune_learning_rate.value_or(defaults.tune)};
+  const TemplateGrammar plain_grammar = TemplateGrammar::plain(), pirate_grammar = TemplateGrammar::pirate();
+  const Corpora plain(plain_grammar, 2 * options.seed, options.pretrain_steps), pirate(pirate_grammar, 2 * options.seed + 1, options.tune_steps);
+  const ModelConfig config = model_config();
+  const AdapterConfig adapter = adapter_config((out / "base").string());
+
+  make_directories(out);
+  const std::filesystem::path metrics_path = out / "metrics.jsonl";
+  std::filesystem::remove(metrics_path);
+  MetricsWriter metrics(metrics_path);
+  Run run{options, stream, metrics, {}, {}};
+
+  Losses base;
+  std::string before;
+  const std::string prompt = pirate.held_out_text.substr(0, pirate.held_out_text.find('\n') + 6);
+  const auto sample = [&](LlamaModel& model) { return continue_text(model, prompt, kSampleBytes, 0.7, kSequenceLength, options.seed, stream); };
+  {
+    LlamaOptions dense;
+    dense.train_base = true;
+    LlamaModel model(config, dense, stream);
+    model.init_base(options.seed, config.initializer_range, stream);
+    write_config(out / "config.json", options, rates, device, count_parameters(model.parameters()));
+    train(run, "pretrain", model, plain.training, rates.pretrain);
+    base = measure(model, plain, pirate, stream);
+    before = sample(model);
+    save_base(out / "base", model, stream);
+  }
+
+  // The base comes back from its files, as any model would.
+  const ModelConfig loaded = read_model_config(out / "base");
+  LlamaOptions tuning;
+  tuning.lora = lora_for(adapter, loaded);
+  LlamaModel model(loaded, tuning, stream);
+  load_base(model, ModelFiles(out / "base"), stream);
+  model.init_adapter(options.seed + 1, stream);
+  train(run, "tune", model, pirate.training, rates.tune);
+  const Losses tuned = measure(model, plain, pirate, stream);
+  const std::string after = sample(model);
+  save_adapter(out / "adapter", model, adapter, stream);
+  write_text_file(out / "loss.svg", loss_plot(run, options, plain, pirate));
+  const double seconds = seconds_since(begin);
+
+  if (options.json) {
+    const nlohmann::ordered_json line = {{"base_loss", base.pirate},     {"tuned_loss", tuned.pirate},
+                                         {"entropy", pirate.entropy},    {"base_loss_style1", base.plain},
+                                         {"tuned_loss_style1", tuned.plain}, {"entropy_style1", plain.entropy},
+                                         {"optimizer", options.optimizer}, {"device", to_string(device)},
+                                         {"seconds", seconds}};
+    std::cout << line.dump() << '\n';
+    return;
+  }
+  const std::int64_t trained = count_parameters(model.trainable_parameters());
+  const double tokens = static_cast<double>((options.pretrain_steps + options.tune_steps) * kTokensPerStep);
+  std::cout << fmt::format(
+      "\nheld-out loss, nats per byte        style 1 (plain)   style 2 (pirate)\n"
+      "  entropy of the grammar            {:15.4f}   {:16.4f}\n"
+      "  base model, pre-trained on 1      {:15.4f}   {:16.4f}\n"
+      "  with LoRA, fine-tuned on 2        {:15.4f}   {:16.4f}\n\n"
+      "prompt            {}\n"
+      "base continues    {}\n"
+      "tuned continues   {}\n\n"
+      "base {} parameters, adapter {}; {:.0f} training tokens in {:.1f} s on {} with {}\n"
+      "files: {}/base (Hugging Face model), {}/adapter (PEFT adapter), metrics.jsonl, loss.svg, config.json\n",
+      plain.entropy, pirate.entropy, base.plain, base.pirate, tuned.plain, tuned.pirate, printable(prompt), printable(before), printable(after),
+      count_parameters(model.parameters()) - trained, trained, tokens, seconds, to_string(device), options.optimizer, out.string(), out.string());
+}
+
+}  // namespace rowan::app

@@ -1,0 +1,34 @@
+// How the program ends.
+#pragma once
+
+#include "rowan/core/error.h"
+
+namespace rowan::app {
+
+/// Statuses of the program, as its help states them.
+enum ExitCode : int {
+  kDone = 0,
+  kFailed = 1,        ///< failed while running
+  kUsage = 2,         ///< wrong options or configuration
+  kBadData = 3,       ///< a data file, model or checkpoint is missing or malformed
+  kOutOfMemory = 4,
+  kInterrupted = 130, ///< SIGINT, after saving; 143 for SIGTERM
+};
+
+inline ExitCode exit_code(ErrorKind kind) noexcept {
+  switch (kind) {
+    case ErrorKind::kInvalidArgument:
+    case ErrorKind::kUnsupported:
+      return kUsage;
+    case ErrorKind::kFormat:
+      return kBadData;
+    case ErrorKind::kOutOfMemory:
+      return kOutOfMemory;
+    case ErrorKind::kInterrupted:
+      return kInterrupted;
+    default:
+      return kFailed;
+  }
+}
+
+}  // namespace rowan::app

@@ -1,0 +1,70 @@
+// The command-line program: parses options, runs one command, maps errors to exit codes.
+#include <CLI/CLI.hpp>
+#include <exception>
+#include <iostream>
+#include <new>
+
+#include "rowan/core/build_info.h"
+#include "rowan/core/error.h"
+#include "demo.h"
+#include "exit_code.h"
+#include "info.h"
+
+namespace {
+
+constexpr const char* kFooter =
+    "Exit status: 0 done, 1 failed while running, 2 usage or configuration, 3 bad data, model or checkpoint, 4 out of memory,\n"
+    "130 or 143 interrupted.";
+
+void add_demo(CLI::App& program, rowan::app::DemoOptions& options) {
+  CLI::App* demo = program.add_subcommand("demo", "Pre-train a small Llama, fine-tune LoRA on it with Muown, and show what it learned");
+  demo->add_option("--out", options.out, "Directory of the run: configuration, metrics, curve, base model and adapter; files of an earlier demo there are replaced")
+      ->capture_default_str();
+  demo->add_option("--seed", options.seed, "Seed of texts, weights and samples: one seed, device and build give the same bits")->capture_default_str();
+  demo->add_option("--optimizer", options.optimizer, "Optimizer of matrices and LoRA factors; the rest takes AdamW")
+      ->check(CLI::IsMember({"muown", "muon", "adamw"}))
+      ->capture_default_str();
+  demo->add_option("--device", options.device, "cpu, cuda, cuda:N or auto (a CUDA device where there is one)")->capture_default_str();
+  demo->add_option("--pretrain-steps", options.pretrain_steps, "Optimizer steps of pre-training, 2048 bytes each")
+      ->check(CLI::Range(1, 1000000))
+      ->capture_default_str();
+  demo->add_option("--tune-steps", options.tune_steps, "Optimizer steps of LoRA fine-tuning, 2048 bytes each")
+      ->check(CLI::Range(1, 1000000))
+      ->capture_default_str();
+  demo->add_option("--pretrain-learning-rate", options.pretrain_learning_rate, "Peak learning rate of pre-training (default by optimizer)")
+      ->check(CLI::PositiveNumber);
+  demo->add_option("--tune-learning-rate", options.tune_learning_rate, "Peak learning rate of fine-tuning (default by optimizer)")
+      ->check(CLI::PositiveNumber);
+  demo->add_flag("--json", options.json, "End with one line of JSON on stdout, and keep quiet otherwise");
+  demo->callback([&options] { rowan::app::run_demo(options); });
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  CLI::App program("rowan: LoRA fine-tuning with the Muown optimizer, in C++ and CUDA");
+  program.footer(kFooter);
+  program.require_subcommand(1);
+  program.set_version_flag("--version", rowan::build_info().version);
+  rowan::app::DemoOptions demo;
+  add_demo(program, demo);
+  CLI::App* info = program.add_subcommand("info", "Show what this program was built with and the devices it sees");
+  info->callback([] { rowan::app::print_info(std::cout); });
+  try {
+    program.parse(argc, argv);
+    std::cout.flush();
+    if (!std::cout) throw rowan::Error(rowan::ErrorKind::kIo, "stdout: write failed");
+    return rowan::app::kDone;
+  } catch (const CLI::ParseError& error) {
+    return program.exit(error) == 0 ? rowan::app::kDone : rowan::app::kUsage;
+  } catch (const rowan::Error& error) {
+    std::cerr << "rowan: " << error.what() << '\n';
+    return rowan::app::exit_code(error.kind());
+  } catch (const std::bad_alloc&) {
+    std::cerr << "rowan: out of host memory\n";
+    return rowan::app::kOutOfMemory;
+  } catch (const std::exception& error) {
+    std::cerr << "rowan: " << error.what() << '\n';
+    return rowan::app::kFailed;
+  }
+}

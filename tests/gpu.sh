@@ -1,0 +1,51 @@
+#!/usr/bin/env bash
+# Everything that needs a GPU, in one call: builds the CUDA preset, runs the whole suite in one process, then [sanitize] under
+# compute-sanitizer, then the demo on CPU and CUDA. Logs go to the folder given; a short table closes the output.
+# Usage: tests/gpu.sh LOG_FOLDER [build] [tests] [sanitize] [demo]   (default: all)
+set -uo pipefail
+logs=$(realpath -m "${1:?usage: tests/gpu.sh LOG_FOLDER [build] [tests] [sanitize] [demo]}")
+shift
+stages=${*:-build tests sanitize demo}
+source "$(dirname "${BASH_SOURCE[0]}")/../third_party/build.sh"
+mkdir -p "$logs"
+table=()
+
+# timed NAME LOG COMMAND...: one row of the table.
+timed() {
+  local name=$1 log=$logs/$2 began=$SECONDS status=0
+  shift 2
+  "$@" > "$log" 2>&1 || status=$?
+  table+=("$(printf '%-28s status %-3s %4d s' "$name" "$status" $((SECONDS - began)))")
+  return "$status"
+}
+
+build() {
+  cmake --preset cuda -DROWAN_CUDA_ARCHS=90a-real && cmake --build --preset cuda --parallel "$(nproc)" -- -k 0
+}
+
+for stage in $stages; do
+  case $stage in
+    build) timed build build.log build || grep -E "error|FAILED" "$logs/build.log" | head -40 ;;
+    tests)
+      timed "rowan-tests, all cases" tests.log build/cuda/bin/rowan-tests || grep -E -B12 "FAILED|due to" "$logs/tests.log" | head -150
+      tail -3 "$logs/tests.log"
+      ;;
+    sanitize)
+      for tool in ${SANITIZE_TOOLS:-memcheck}; do
+        timed "compute-sanitizer $tool" "$tool.log" compute-sanitizer --tool "$tool" --error-exitcode 9 build/cuda/bin/rowan-tests "[sanitize]" ||
+          grep -E "=========|FAILED" "$logs/$tool.log" | head -40
+        tail -2 "$logs/$tool.log"
+      done
+      ;;
+    demo)
+      for device in cuda cpu; do
+        for optimizer in muown adamw; do
+          timed "demo $device $optimizer" "demo-$device-$optimizer.log" build/cuda/bin/rowan demo --json --device "$device" --optimizer "$optimizer" --out "build/demo-$device-$optimizer"
+          tail -1 "$logs/demo-$device-$optimizer.log"
+        done
+      done
+      ;;
+    *) echo "tests/gpu.sh: unknown stage $stage" >&2 && exit 2 ;;
+  esac
+done
+printf '%s\n' "${table[@]}"
