@@ -17,7 +17,7 @@ struct DropoutMask {
   std::uint64_t offset = 0;
   /// Optional int64 [1] on the device of the operation, added to offset when the kernel runs: a recorded step draws a
   /// new mask each replay.
-  Tensor counter;
+  Tensor counter = {};
 };
 
 /// y = mask o x for x, y [M, C] of one floating dtype, each with unit column stride and any row stride; one rounding.
