@@ -1,0 +1,121 @@
+// The program as a user meets it: output, files, exit status.
+#include <sys/wait.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <nlohmann/json.hpp>
+#include <string>
+
+#include "catch.h"
+#include "rowan/core/device.h"
+#include "support/files.h"
+
+namespace rowan {
+namespace {
+
+struct Outcome {
+  int status = 0;
+  std::string out, err;
+};
+
+Outcome run_program(const test::ScratchDirectory& scratch, const std::string& arguments) {
+  const std::string out = (scratch / "out.txt").string(), err = (scratch / "err.txt").string();
+  const std::string command = "'" + std::string(ROWAN_TEST_PROGRAM) + "' " + arguments + " >'" + out + "' 2>'" + err + "' </dev/null";
+  const int status = std::system(command.c_str());
+  return {WIFEXITED(status) ? WEXITSTATUS(status) : -1, test::read_file(out), test::read_file(err)};
+}
+
+std::string last_line(const std::string& text) {
+  const std::size_t end = text.find_last_not_of('\n');
+  const std::size_t begin = text.find_last_of('\n', end);
+  return text.substr(begin == std::string::npos ? 0 : begin + 1, end - (begin == std::string::npos ? 0 : begin + 1) + 1);
+}
+
+bool program_is_built() { return std::string(ROWAN_TEST_PROGRAM).size() > 0; }
+
+}  // namespace
+
+TEST_CASE("rowan demo writes its files, ends with one line of JSON, and repeats its bits") {
+  REQUIRE(program_is_built());
+  const test::ScratchDirectory scratch;
+  const std::string options = "demo --json --device cpu --pretrain-steps 3 --tune-steps 2 --seed 7 --out '";
+  const Outcome first = run_program(scratch, options + (scratch / "a").string() + "'");
+  CAPTURE(first.err);
+  REQUIRE(first.status == 0);
+  CHECK(first.err.empty());
+  const auto line = nlohmann::json::parse(last_line(first.out));
+  for (const char* key : {"base_loss", "tuned_loss", "entropy", "seconds"}) {
+    CAPTURE(key);
+    CHECK(line.at(key).get<double>() > 0);
+  }
+  CHECK(line.at("optimizer") == "muown");
+  CHECK(line.at("device") == "cpu");
+  for (const char* file : {"config.json", "metrics.jsonl", "loss.svg", "base/config.json", "base/model.safetensors", "adapter/adapter_config.json",
+                           "adapter/adapter_model.safetensors"}) {
+    CAPTURE(file);
+    CHECK(test::read_file(scratch / "a" / file).size() > 50);
+  }
+  const std::string metrics = test::read_file(scratch / "a" / "metrics.jsonl");
+  CHECK(std::count(metrics.begin(), metrics.end(), '\n') == 5);
+  const Outcome second = run_program(scratch, options + (scratch / "b").string() + "'");
+  REQUIRE(second.status == 0);
+  for (const char* file : {"base/model.safetensors", "adapter/adapter_model.safetensors"}) {
+    CAPTURE(file);
+    CHECK(test::read_file(scratch / "a" / file) == test::read_file(scratch / "b" / file));
+  }
+}
+
+TEST_CASE("rowan demo shows losses beside entropies, and its optimizer option does something") {
+  REQUIRE(program_is_built());
+  const test::ScratchDirectory scratch;
+  const std::string out = " --out '" + (scratch / "run").string() + "'";
+  const Outcome run = run_program(scratch, "demo --device cpu --pretrain-steps 2 --tune-steps 1 --optimizer adamw" + out);
+  REQUIRE(run.status == 0);
+  CHECK(run.out.find("entropy of the grammar") != std::string::npos);
+  CHECK(run.out.find("with adamw") != std::string::npos);
+  CHECK(run.err.find("pretrain") != std::string::npos);
+  CHECK(test::read_file(scratch / "run" / "config.json").find("\"optimizer\": \"adamw\"") != std::string::npos);
+}
+
+TEST_CASE("wrong options end with status 2 and name what was wrong") {
+  REQUIRE(program_is_built());
+  const test::ScratchDirectory scratch;
+  CHECK(run_program(scratch, "").status == 2);
+  CHECK(run_program(scratch, "unknown").status == 2);
+  const Outcome optimizer = run_program(scratch, "demo --optimizer sgd");
+  CHECK(optimizer.status == 2);
+  CHECK(optimizer.err.find("sgd") != std::string::npos);
+  const Outcome device = run_program(scratch, "demo --device gpu");
+  CHECK(device.status == 2);
+  CHECK(device.err.find("gpu") != std::string::npos);
+  CHECK(run_program(scratch, "demo --pretrain-steps 0").status == 2);
+  CHECK(run_program(scratch, "demo --seed x").status == 2);
+  if (cuda_device_count() == 0) {
+    const Outcome cuda = run_program(scratch, "demo --device cuda");
+    CHECK(cuda.status == 2);
+    CHECK(cuda.err.find("CUDA") != std::string::npos);
+  }
+}
+
+TEST_CASE("a place that cannot be written to ends with status 1 and names it") {
+  REQUIRE(program_is_built());
+  const test::ScratchDirectory scratch;
+  test::write_file(scratch / "file", "not a directory");
+  const Outcome run = run_program(scratch, "demo --device cpu --pretrain-steps 1 --tune-steps 1 --out '" + (scratch / "file" / "run").string() + "'");
+  CHECK(run.status == 1);
+  CHECK(run.err.find("file") != std::string::npos);
+}
+
+TEST_CASE("help, version and info end with status 0") {
+  REQUIRE(program_is_built());
+  const test::ScratchDirectory scratch;
+  const Outcome help = run_program(scratch, "demo --help");
+  CHECK(help.status == 0);
+  CHECK(help.out.find("--optimizer") != std::string::npos);
+  CHECK(run_program(scratch, "--version").status == 0);
+  const Outcome info = run_program(scratch, "info");
+  CHECK(info.status == 0);
+  CHECK(info.out.find("compiler") != std::string::npos);
+}
+
+}  // namespace rowan
