@@ -41,8 +41,8 @@ void ModelFiles::open_index(const std::filesystem::path& path) {
   if (map == index.end() || !map->is_object()) fail_format(path, "weight_map: expected an object");
   std::map<std::string, std::size_t> shards;
   for (const auto& [tensor, value] : map->items()) {
-    const auto refuse = [&](const char* why) {
-      fail_format(path, fmt::format("weight_map: {}: {}", quote(tensor), why));
+    const auto refuse = [&, &name = tensor](const char* why) {  // clang 14 cannot capture a structured binding
+      fail_format(path, fmt::format("weight_map: {}: {}", quote(name), why));
     };
     if (!value.is_string()) refuse("expected a file name");
     const auto& shard = value.get_ref<const std::string&>();

@@ -65,7 +65,7 @@ LoraLinear::LoraLinear(std::int64_t in_features, std::vector<LinearPart> parts, 
     out_features_ += part.out_features;
     has_bias_ = has_bias_ || part.bias;
     if (!part.lora) continue;
-    Adapter& adapter = state.adapter.emplace();
+    Adapter& adapter = state.adapter.emplace(Adapter{});
     adapter.column = columns_;
     adapter.padded_rank = round_up(part.lora->rank, kRankStep);
     adapter.scale = part.lora->scale();
