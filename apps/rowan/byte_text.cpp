@@ -11,17 +11,7 @@ namespace rowan::app {
 
 namespace {
 
-/// Appends the window of `length` tokens at `begin`; the first `ignored` labels do not count.
-void append_window(HostBatch& batch, std::string_view text, std::int64_t begin, std::int64_t length, std::int64_t ignored) {
-  std::vector<std::int32_t> ids;
-  std::vector<std::int64_t> labels;
-  for (std::int64_t i = begin; i < begin + length; ++i) {
-    ids.push_back(static_cast<unsigned char>(text[static_cast<std::size_t>(i)]));
-    const std::int64_t next = static_cast<unsigned char>(text[static_cast<std::size_t>(i + 1)]);
-    labels.push_back(i - begin < ignored ? kIgnoredLabel : next);
-  }
-  batch.append(ids, labels);
-}
+std::int32_t byte_at(std::string_view text, std::int64_t i) { return static_cast<unsigned char>(text[static_cast<std::size_t>(i)]); }
 
 }  // namespace
 
@@ -30,20 +20,32 @@ std::vector<HostBatch> training_batches(std::string_view text, std::int64_t leng
   const auto bytes = static_cast<std::int64_t>(text.size());
   for (std::int64_t begin = 0; begin + length * batch_size + 1 <= bytes; begin += length * batch_size) {
     HostBatch batch;
-    for (std::int64_t s = 0; s < batch_size; ++s) append_window(batch, text, begin + s * length, length, 0);
+    for (std::int64_t s = 0; s < batch_size; ++s) {
+      std::vector<std::int32_t> ids;
+      std::vector<std::int64_t> labels;
+      for (std::int64_t i = begin + s * length; i < begin + (s + 1) * length; ++i) {
+        ids.push_back(byte_at(text, i));
+        labels.push_back(byte_at(text, i + 1));
+      }
+      batch.append(ids, labels);
+    }
     batches.push_back(std::move(batch));
   }
   return batches;
 }
 
-std::vector<HostBatch> held_out_batches(std::string_view text, std::int64_t length, std::int64_t context, std::int64_t batch_size) {
-  std::vector<HostBatch> batches;
+std::vector<TokenRow> held_out_rows(std::string_view text, std::int64_t length, std::int64_t context) {
+  std::vector<TokenRow> rows;
   const auto bytes = static_cast<std::int64_t>(text.size());
-  for (std::int64_t begin = 0; begin + length + 1 <= bytes; begin += length - context) {
-    if (batches.empty() || batches.back().tokens() == length * batch_size) batches.emplace_back();
-    append_window(batches.back(), text, begin, length, context);
+  for (std::int64_t begin = 0; begin + length <= bytes; begin += length - context) {
+    TokenRow row;
+    for (std::int64_t i = 0; i < length; ++i) {
+      row.input_ids.push_back(byte_at(text, begin + i));
+      row.labels.push_back(i < context ? kIgnoredLabel : byte_at(text, begin + i));
+    }
+    rows.push_back(std::move(row));
   }
-  return batches;
+  return rows;
 }
 
 std::string continue_text(LlamaModel& model, const std::string& prompt, std::int64_t count, double temperature, std::int64_t window,

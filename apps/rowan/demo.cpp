@@ -22,6 +22,7 @@
 #include "rowan/optim/optimizer.h"
 #include "rowan/train/metrics.h"
 #include "rowan/train/plot.h"
+#include "rowan/train/token_batches.h"
 #include "rowan/train/trainer.h"
 
 namespace rowan::app {
@@ -44,7 +45,7 @@ struct Rates {
 Rates rates_for(Algorithm algorithm) {
   switch (algorithm) {
     case Algorithm::kMuown:
-      return {0.02, 0.02};
+      return {0.01, 0.02};
     case Algorithm::kMuon:
       return {0.02, 0.02};
     default:
@@ -80,11 +81,13 @@ struct Corpora {
   Corpora(const TemplateGrammar& grammar, std::uint64_t seed, std::int64_t steps)
       : training(training_batches(grammar.sample(seed * 4, static_cast<std::size_t>(steps * kTokensPerStep + 1)), kSequenceLength, kBatchSize)),
         held_out_text(grammar.sample(seed * 4 + 1, kHeldOutBytes)),
-        held_out(held_out_batches(held_out_text, kSequenceLength, kHeldOutContext, kBatchSize)),
+        held_out_rows(app::held_out_rows(held_out_text, kSequenceLength, kHeldOutContext)),
+        held_out(batches_of(held_out_rows, kTokensPerStep)),
         entropy(grammar.entropy_per_byte()) {}
 
   std::vector<HostBatch> training;
   std::string held_out_text;
+  std::vector<TokenRow> held_out_rows;
   std::vector<HostBatch> held_out;
   double entropy;
 };
@@ -211,6 +214,9 @@ void run_demo(const DemoOptions& options) {
   MetricsWriter metrics(metrics_path);
   Run run{options, stream, metrics, {}, {}};
 
+  write_token_rows(out / "held-out-1.jsonl", plain.held_out_rows);
+  write_token_rows(out / "held-out-2.jsonl", pirate.held_out_rows);
+
   Losses base;
   std::string before;
   const std::string prompt = pirate.held_out_text.substr(0, pirate.held_out_text.find('\n') + 6);
@@ -261,7 +267,8 @@ void run_demo(const DemoOptions& options) {
       "base continues    {}\n"
       "tuned continues   {}\n\n"
       "base {} parameters, adapter {}; {:.0f} training tokens in {:.1f} s on {} with {}\n"
-      "files: {}/base (Hugging Face model), {}/adapter (PEFT adapter), metrics.jsonl, loss.svg, config.json\n",
+      "files: {}/base (Hugging Face model), {}/adapter (PEFT adapter), held-out-1.jsonl and held-out-2.jsonl (for rowan eval),\n"
+      "       metrics.jsonl, loss.svg, config.json\n",
       plain.entropy, pirate.entropy, base.plain, base.pirate, tuned.plain, tuned.pirate, printable(prompt), printable(before), printable(after),
       count_parameters(model.parameters()) - trained, trained, tokens, seconds, to_string(device), options.optimizer, out.string(), out.string());
 }

@@ -31,4 +31,16 @@ inline ExitCode exit_code(ErrorKind kind) noexcept {
   }
 }
 
+/// Runs a step that reads the user's files: where the operating system refuses one (it is missing, or not readable), that is bad data,
+/// not a failure of the run.
+template <class F>
+decltype(auto) reading_input(const F& step) {
+  try {
+    return step();
+  } catch (const Error& error) {
+    if (error.kind() != ErrorKind::kIo) throw;
+    throw Error(ErrorKind::kFormat, error.what());
+  }
+}
+
 }  // namespace rowan::app

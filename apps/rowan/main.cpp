@@ -7,6 +7,7 @@
 #include "rowan/core/build_info.h"
 #include "rowan/core/error.h"
 #include "demo.h"
+#include "eval.h"
 #include "exit_code.h"
 #include "info.h"
 
@@ -39,6 +40,17 @@ void add_demo(CLI::App& program, rowan::app::DemoOptions& options) {
   demo->callback([&options] { rowan::app::run_demo(options); });
 }
 
+void add_eval(CLI::App& program, rowan::app::EvalOptions& options) {
+  CLI::App* eval = program.add_subcommand("eval", "Mean loss of a model, with or without an adapter, over rows of token ids");
+  eval->add_option("--model", options.model, "Hugging Face directory: config.json and safetensors weights")->required();
+  eval->add_option("--adapter", options.adapter, "PEFT directory of a LoRA adapter");
+  eval->add_option("--data", options.data, "JSON Lines of {\"input_ids\", \"labels\"}, aligned as in Transformers; -100 does not count")->required();
+  eval->add_option("--device", options.device, "cpu, cuda, cuda:N or auto (a CUDA device where there is one)")->capture_default_str();
+  eval->add_option("--dtype", options.dtype, "float32, bfloat16 or float16; default: the dtype of the model's configuration");
+  eval->add_flag("--json", options.json, "Print one line of JSON: loss (nats a token), tokens, perplexity");
+  eval->callback([&options] { rowan::app::run_eval(options); });
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -48,6 +60,8 @@ int main(int argc, char** argv) {
   program.set_version_flag("--version", rowan::build_info().version);
   rowan::app::DemoOptions demo;
   add_demo(program, demo);
+  rowan::app::EvalOptions eval;
+  add_eval(program, eval);
   CLI::App* info = program.add_subcommand("info", "Show what this program was built with and the devices it sees");
   info->callback([] { rowan::app::print_info(std::cout); });
   try {

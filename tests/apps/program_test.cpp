@@ -2,6 +2,7 @@
 #include <sys/wait.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <nlohmann/json.hpp>
 #include <string>
@@ -75,6 +76,48 @@ TEST_CASE("rowan demo shows losses beside entropies, and its optimizer option do
   CHECK(run.out.find("with adamw") != std::string::npos);
   CHECK(run.err.find("pretrain") != std::string::npos);
   CHECK(test::read_file(scratch / "run" / "config.json").find("\"optimizer\": \"adamw\"") != std::string::npos);
+}
+
+TEST_CASE("rowan eval gives the losses that the demo printed") {
+  REQUIRE(program_is_built());
+  const test::ScratchDirectory scratch;
+  const std::string run = (scratch / "run").string();
+  const Outcome demo = run_program(scratch, "demo --json --device cpu --pretrain-steps 3 --tune-steps 2 --out '" + run + "'");
+  REQUIRE(demo.status == 0);
+  const auto expected = nlohmann::json::parse(last_line(demo.out));
+  const std::string eval = "eval --json --device cpu --model '" + run + "/base' --data '" + run + "/held-out-";
+  const auto loss = [&](const std::string& arguments) {
+    const Outcome outcome = run_program(scratch, arguments);
+    CAPTURE(outcome.err);
+    REQUIRE(outcome.status == 0);
+    return nlohmann::json::parse(last_line(outcome.out)).at("loss").get<double>();
+  };
+  CHECK(std::abs(loss(eval + "1.jsonl'") - expected.at("base_loss_style1").get<double>()) < 1e-6);
+  CHECK(std::abs(loss(eval + "2.jsonl'") - expected.at("base_loss").get<double>()) < 1e-6);
+  CHECK(std::abs(loss(eval + "2.jsonl' --adapter '" + run + "/adapter'") - expected.at("tuned_loss").get<double>()) < 1e-6);
+}
+
+TEST_CASE("rowan eval refuses bad data and models with status 3, naming file and line") {
+  REQUIRE(program_is_built());
+  const test::ScratchDirectory scratch;
+  const std::string model = test::data_path("models/llama").string();
+  const auto refused = [&](const std::string& rows, const std::string& named) {
+    CAPTURE(rows);
+    test::write_file(scratch / "rows.jsonl", rows);
+    const Outcome outcome = run_program(scratch, "eval --device cpu --model '" + model + "' --data '" + (scratch / "rows.jsonl").string() + "'");
+    CHECK(outcome.status == 3);
+    CHECK(outcome.err.find(named) != std::string::npos);
+  };
+  refused("{\"input_ids\": [1, 2]}\n{\"input_ids\": [1, -2]}\n", "rows.jsonl:2");
+  refused("{\"input_ids\": [1, 2], \"labels\": [1]}\n", "labels");
+  refused("{\"input_ids\": [1, 2.5]}\n", "2.5");
+  refused("{\"ids\": [1, 2]}\n", "ids");
+  refused("{\"input_ids\": [1, 2]\n", "rows.jsonl:1");
+  refused("{\"input_ids\": [1, 320]}\n", "320");
+  refused("", "no token");
+  const Outcome missing = run_program(scratch, "eval --device cpu --model '" + (scratch / "none").string() + "' --data x");
+  CHECK(missing.status == 3);
+  CHECK(missing.err.find("none") != std::string::npos);
 }
 
 TEST_CASE("wrong options end with status 2 and name what was wrong") {

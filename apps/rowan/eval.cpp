@@ -1,0 +1,71 @@
+#include "eval.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <iostream>
+#include <nlohmann/json.hpp>
+#include <optional>
+
+#include "exit_code.h"
+#include "rowan/core/error.h"
+#include "rowan/nn/llama_files.h"
+#include "rowan/train/token_batches.h"
+#include "rowan/train/trainer.h"
+
+namespace rowan::app {
+
+namespace {
+
+constexpr std::int64_t kTokensPerBatch = 8192;
+
+DType parse_dtype(const std::string& name) {
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+    if (name == to_string(dtype)) return dtype;
+  }
+  throw Error(ErrorKind::kInvalidArgument, fmt::format("dtype: expected float32, bfloat16 or float16, got '{}'", name));
+}
+
+}  // namespace
+
+void run_eval(const EvalOptions& options) {
+  const Stream stream(parse_device(options.device));
+  const ModelConfig config = reading_input([&] { return read_model_config(options.model); });
+  const std::vector<TokenRow> rows = reading_input([&] { return read_token_rows(options.data); });
+  for (const TokenRow& row : rows) {
+    for (std::size_t i = 0; i < row.input_ids.size(); ++i) {
+      if (row.input_ids[i] >= config.vocab_size || row.labels[i] >= config.vocab_size) {
+        throw Error(ErrorKind::kFormat, fmt::format("{}: token id {} is not below the model's vocab_size {}", options.data,
+                                                    std::max<std::int64_t>(row.input_ids[i], row.labels[i]), config.vocab_size));
+      }
+    }
+    if (static_cast<std::int64_t>(row.input_ids.size()) > config.max_position_embeddings) {
+      throw Error(ErrorKind::kFormat, fmt::format("{}: a row of {} tokens is longer than the model's max_position_embeddings {}", options.data,
+                                                  row.input_ids.size(), config.max_position_embeddings));
+    }
+  }
+  LlamaOptions model_options;
+  model_options.dtype = options.dtype.empty() ? config.dtype : parse_dtype(options.dtype);
+  std::optional<AdapterFiles> adapter;
+  if (!options.adapter.empty()) {
+    reading_input([&] { adapter.emplace(options.adapter); });
+    model_options.lora = lora_for(adapter->config(), config);
+  }
+  LlamaModel model(config, model_options, stream);
+  reading_input([&] { load_base(model, ModelFiles(options.model), stream); });
+  if (adapter) reading_input([&] { load_adapter(model, *adapter, stream); });
+
+  const std::vector<HostBatch> batches = batches_of(rows, kTokensPerBatch);
+  std::int64_t tokens = 0;
+  for (const HostBatch& batch : batches) tokens += batch.counted_tokens();
+  if (tokens == 0) throw Error(ErrorKind::kFormat, fmt::format("{}: no token counts for a loss", options.data));
+  const double loss = evaluate(model, batches, stream);
+  if (options.json) {
+    std::cout << nlohmann::ordered_json{{"loss", loss}, {"tokens", tokens}, {"perplexity", std::exp(loss)}}.dump() << '\n';
+  } else {
+    std::cout << fmt::format("loss {:.6f} nats a token, perplexity {:.4f}, {} counted tokens\n", loss, std::exp(loss), tokens);
+  }
+}
+
+}  // namespace rowan::app

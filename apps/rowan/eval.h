@@ -1,0 +1,21 @@
+// Loss of a saved model on a data set.
+#pragma once
+
+#include <optional>
+#include <string>
+
+namespace rowan::app {
+
+struct EvalOptions {
+  std::string model;
+  std::string adapter;  ///< empty: the base alone
+  std::string data;
+  std::string device = "auto";
+  std::string dtype;  ///< empty: that of the model's configuration
+  bool json = false;
+};
+
+/// Prints the mean loss over all counted tokens of the file, its perplexity and the count.
+void run_eval(const EvalOptions& options);
+
+}  // namespace rowan::app
