@@ -44,6 +44,15 @@ for stage in $stages; do
           tail -1 "$logs/demo-$device-$optimizer.log"
         done
       done
+      # What one device saved, evaluated on the other.
+      for device in cuda cpu; do
+        for saved in cuda cpu; do
+          printf 'eval on %-4s of the %-4s run: ' "$device" "$saved"
+          build/cuda/bin/rowan eval --json --device "$device" --model "build/demo-$saved-muown/base" --adapter "build/demo-$saved-muown/adapter" --data "build/demo-$saved-muown/held-out-2.jsonl"
+        done
+      done
+      for run in cuda-muown cpu-muown; do head -20 "build/demo-$run/metrics.jsonl" | sed 's/.*"loss"://; s/,.*//' > "$logs/$run.losses"; done
+      paste "$logs/cuda-muown.losses" "$logs/cpu-muown.losses" | awk '{ d = ($1 - $2) / $2; if (d < 0) d = -d; if (d > m) m = d } END { print "first 20 losses, CUDA against CPU: largest relative difference " m }'
       ;;
     *) echo "tests/gpu.sh: unknown stage $stage" >&2 && exit 2 ;;
   esac
