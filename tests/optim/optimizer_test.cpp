@@ -245,7 +245,7 @@ void check_skipped(Algorithm algorithm, DType dtype, StreamRef stream) {
     step(*optimizer, model, 0.01, stream);
     CHECK_FALSE(optimizer->report(stream).skipped);
     CHECK(optimizer->report(stream).skipped_steps == 1);
-    for (const std::uint64_t s : {1, 3}) {
+    for (const std::uint64_t s : {1u, 3u}) {
       draw_gradients(straight, s, stream);
       step(*other, straight, 0.01, stream);
     }
@@ -553,29 +553,28 @@ TEST_CASE("a weight stored [in, out] steps as its transpose") {
 
 TEST_CASE("gradients are scaled to the global norm") { check_clipping(kCpu); }
 
-TEST_CASE("16-bit adapters move although each step is below their spacing") {
+TEST_CASE("bfloat16 adapters move although each step is below their spacing") {
   for (const Algorithm algorithm : kAlgorithms) {
-    for (const DType dtype : {DType::kBFloat16, DType::kFloat16}) {
-      CAPTURE(to_string(algorithm), to_string(dtype));
-      Parameter a = make_parameter("lora_A.weight", Role::kLoraA, {4, 16}, dtype, 1, kCpu);
-      Parameter b = make_parameter("lora_B.weight", Role::kLoraB, {16, 4}, dtype, 2, kCpu);
-      b.value.copy_from(random_normal({16, 4}, dtype, 3, kCpu, 1.0), kCpu);
-      std::vector<Parameter> model = {a, b};
-      const std::vector<double> before = values(a.value, kCpu);
-      const auto optimizer = make_optimizer(options_for(algorithm, 0.0), model, kCpu);
-      draw_gradients(model, 1, kCpu);  // the same gradient at every step
-      for (int s = 0; s < 1000; ++s) step(*optimizer, model, 1e-5, kCpu);
-      const std::vector<double> after = values(a.value, kCpu),
-                                master = values(find(optimizer->state(), "master.lora_A.weight"), kCpu);
-      double moved = 0, master_moved = 0;
-      for (std::size_t i = 0; i < before.size(); ++i) {
-        moved += std::abs(after[i] - before[i]);
-        master_moved += std::abs(master[i] - before[i]);
-        CHECK(std::abs(after[i] - master[i]) <= 0.5 * test::ulp(dtype, master[i]) * 1.01);
+    CAPTURE(to_string(algorithm));
+    const DType dtype = DType::kBFloat16;
+    std::vector<Parameter> model = {make_parameter("lora_A.weight", Role::kLoraA, {4, 16}, dtype, 1, kCpu),
+                                    make_parameter("lora_B.weight", Role::kLoraB, {16, 4}, dtype, 2, kCpu)};
+    std::vector<std::vector<double>> before;
+    for (const Parameter& p : model) before.push_back(values(p.value, kCpu));
+    const auto optimizer = make_optimizer(options_for(algorithm, 0.0), model, kCpu);
+    draw_gradients(model, 1, kCpu);  // the same gradient at every step
+    for (int s = 0; s < 1000; ++s) step(*optimizer, model, 1e-5, kCpu);
+    for (std::size_t p = 0; p < model.size(); ++p) {
+      CAPTURE(model[p].name);
+      const std::vector<double> after = values(model[p].value, kCpu);
+      const std::vector<double> master = values(find(optimizer->state(), "master." + model[p].name), kCpu);
+      double moved = 0;
+      for (std::size_t i = 0; i < after.size(); ++i) {
+        moved += std::abs(after[i] - before[p][i]);
+        CHECK(std::abs(after[i] - master[i]) <= 0.5 * test::ulp(dtype, master[i]));
       }
-      // 1000 steps of about 1e-5 each; half of it leaves room for rows that only turn.
-      CHECK(master_moved / static_cast<double>(before.size()) > 1e-3);
-      CHECK(moved / static_cast<double>(before.size()) > 1e-3);
+      // 1000 steps of about 1e-5 each; a tenth of it leaves room for rows that turn back.
+      CHECK(moved / static_cast<double>(after.size()) > 1e-3);
     }
   }
 }
