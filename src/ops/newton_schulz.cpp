@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstddef>
 
 #include "core/check.h"
+#include "core/parallel.h"
 #include "ops/alias.h"
 #include "ops/matrix_view.h"
 #include "ops/newton_schulz_backend.h"
@@ -90,11 +92,31 @@ Tensor inverse_norms(InverseNormArguments& norms, StreamRef stream) {
   return inverse;
 }
 
+/// Matrix `batch` of a batch alone.
+NewtonSchulzMatrix single(NewtonSchulzMatrix m, std::int64_t batch) {
+  m.data = static_cast<std::byte*>(m.data) + batch * m.batch_stride * static_cast<std::int64_t>(size_of(m.dtype));
+  m.batches = 1;
+  return m;
+}
+
+/// On the CPU the matrices of a batch are treated one by one, so that bits do not depend on how many there are.
+void standard(const GramFloatArguments& a, const Tensor& inverse, StreamRef stream) {
+  if (stream.device().is_cuda() || a.u.batches == 1) {
+    detail::newton_schulz_standard(a.u, a.out, inverse, a.steps, stream);
+    return;
+  }
+  detail::parallel_for(a.u.batches, 1, [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t b = begin; b < end; ++b) {
+      detail::newton_schulz_standard(single(a.u, b), single(a.out, b), inverse.slice(0, b, b + 1), a.steps, stream);
+    }
+  });
+}
+
 /// CPU: every path but standard and svd in float32, without rounding operands to float16 as CUDA's gram does: faster
 /// there and nearer to the exact polynomial.
 void run(NewtonSchulzPath path, const GramFloatArguments& a, const Tensor& inverse, StreamRef stream) {
   if (path == NewtonSchulzPath::kStandard) {
-    detail::newton_schulz_standard(a.u, a.out, inverse, a.steps, stream);
+    standard(a, inverse, stream);
   } else if (stream.device().is_cpu()) {
     cpu::newton_schulz_gram_float(a);
   } else if (path == NewtonSchulzPath::kSkinny) {

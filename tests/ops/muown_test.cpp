@@ -337,7 +337,7 @@ void check_finish(Problem& p, const Rates& rates, double factor, StreamRef strea
   norm.check("norm");
   first.check("first_moment");
   second.check("second_moment");
-  CHECK(values(value, stream) == values(test::convert(p.weight, value_dtype, stream, stream), stream));
+  CHECK((values(value, stream) == values(test::convert(p.weight, value_dtype, stream, stream), stream)));
 }
 
 MuownOptions options_for(MatrixLayout layout, ColdRows cold = ColdRows::kFloor) {
@@ -465,7 +465,7 @@ void check_unrounded_rate(StreamRef stream) {
     MuownState state = muown_init(weight, options, stream);
     MuownUpdate out = muown_empty_update(weight, options, DType::kBFloat16, stream);
     muown_prepare(weight, gradient, state, options, Tensor(), out, stream);
-    CHECK(values(out.update, stream) == Values{0, 1});
+    CHECK((values(out.update, stream) == Values{0, 1}));
     const Tensor orthogonal = test::convert(floats(shape, {0, 0.75}, stream), DType::kBFloat16, stream, stream);
     muown_finish(weight, gradient, state, orthogonal, out.magnitude_grad, options, step_of({.0033, 0, 1}, stream),
                  nullptr, stream);
@@ -502,8 +502,8 @@ void check_waking_row(StreamRef stream) {
     const Tensor gradient = matrix({6, 8, 5, 5, 1, 1}),
                  update = test::convert(matrix({3, 4, 0, 0, 1, 0}), DType::kBFloat16, stream, stream);
     MuownState state = muown_init(weight, options, stream);
-    CHECK(values(state.magnitude, stream) == Values{0, 0, 5});
-    CHECK(values(state.norm, stream) == values(floats({3}, {1e-8, 1e-8, 5}, stream), stream));
+    CHECK((values(state.magnitude, stream) == Values{0, 0, 5}));
+    CHECK((values(state.norm, stream) == values(floats({3}, {1e-8, 1e-8, 5}, stream), stream)));
     state.second_moment = floats({3}, {0, 0.5, 0}, stream);
     const Tensor magnitude_grad = floats({3}, {77, 77, 1}, stream);
     muown_finish(weight, gradient, state, update, magnitude_grad, options,
@@ -600,7 +600,7 @@ void check_skip(StreamRef stream) {
                  step_of({0.1, 0.1, 1}, stream, control), &value, stream);
     for (std::size_t i = 0; i < before.size(); ++i) {
       CAPTURE(i);
-      CHECK(values(*all[i], stream) == before[i]);
+      CHECK((values(*all[i], stream) == before[i]));
     }
   }
 }
@@ -754,7 +754,7 @@ TEST_CASE("The magnitude's learning rate has its own factor", "[ops][muown]") {
   const Values g = values(p.state.magnitude, kCpu), w = values(p.weight, kCpu);
   const Tensor gg = test::random_normal({8}, DType::kFloat32, 3, kCpu);
   muown_finish(p.weight, p.gradient, p.state, p.update, gg, options, step_of({0.1, 0, 1}, kCpu), nullptr, kCpu);
-  CHECK(values(p.state.magnitude, kCpu) == g);
+  CHECK((values(p.state.magnitude, kCpu) == g));
   CHECK(values(p.weight, kCpu) != w);
 }
 
@@ -775,9 +775,9 @@ TEST_CASE("The clipping factor multiplies the gradient", "[ops][muown]") {
     };
     step(a, 0.5);
     step(b, 1);
-    CHECK(values(a.weight, kCpu) == values(b.weight, kCpu));
-    CHECK(values(a.state.magnitude, kCpu) == values(b.state.magnitude, kCpu));
-    CHECK(values(a.out.update, kCpu) == values(b.out.update, kCpu));
+    CHECK((values(a.weight, kCpu) == values(b.weight, kCpu)));
+    CHECK((values(a.state.magnitude, kCpu) == values(b.state.magnitude, kCpu)));
+    CHECK((values(a.out.update, kCpu) == values(b.out.update, kCpu)));
   }
 }
 
@@ -867,7 +867,7 @@ TEST_CASE("Muown refuses tensors that do not fit and leaves all untouched", "[op
     value = Tensor::zeros({6, 5}, DType::kFloat64, kCpu);
   }));
 
-  for (std::size_t i = 0; i < before.size(); ++i) CHECK(values(*state[i], kCpu) == before[i]);
+  for (std::size_t i = 0; i < before.size(); ++i) CHECK((values(*state[i], kCpu) == before[i]));
 }
 
 // ---- CUDA

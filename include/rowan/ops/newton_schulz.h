@@ -61,10 +61,11 @@ NewtonSchulzPath resolve_newton_schulz_path(NewtonSchulzPath path, std::int64_t 
 /// that one stride walks; so slices of rows or columns fit. Transposed matrices give transposed results, so the layout
 /// needs no option. row_square_sum, when not null: float64 [.., n] on u's device, whose sum over n is the square of the
 /// matrix's Frobenius norm (as muown_prepare leaves it for the same rows or columns; last stride 1); without it the
-/// norm costs one more pass. The norm is right for every magnitude of float32; a zero matrix gives zero, a NaN or an
-/// infinity fills its matrix with NaN. Writes out, which must not overlap u. Every path's error against the exact
-/// polynomial is at most kStandard's. Batches are independent of each other, to the bit. Throws InvalidArgument when
-/// shapes, dtypes, strides, devices or options do not fit (kSkinny with p > 64 too), Unsupported for kSvd on CUDA.
+/// norm costs one more pass. The norm is right for every magnitude of float32; a zero matrix gives zero, NaN and
+/// infinity spread over their own matrix alone. Writes out, which must not overlap u. Every path's error against the
+/// exact polynomial is at most kStandard's. On the CPU a matrix gets the same bits in a batch of any size. Throws
+/// InvalidArgument when shapes, dtypes, strides, devices or options do not fit (kSkinny with p > 64 too), Unsupported
+/// for kSvd on CUDA.
 void newton_schulz(const Tensor& u, Tensor& out, const NewtonSchulzOptions& options, StreamRef stream,
                    const Tensor* row_square_sum = nullptr);
 
