@@ -38,9 +38,9 @@ void check_product(const Matrix& a, const Matrix& b, const Matrix& c_before, con
 struct Sizes {
   std::int64_t m, n, k;
 };
-const std::vector<Sizes> kSizes = {{1, 1, 1},     {1, 7, 3},     {2, 1, 33},    {3, 2, 1},     {7, 31, 65},
-                                   {31, 33, 7},   {33, 63, 129}, {63, 65, 31},  {65, 127, 63}, {127, 3, 1000},
-                                   {129, 129, 2}, {1, 1000, 33}, {1000, 1, 65}, {300, 600, 40}};
+const std::vector<Sizes> kSizes = {{1, 1, 1},     {1, 7, 3},     {2, 1, 33},    {3, 2, 1},      {7, 31, 65},
+                                   {31, 33, 7},   {33, 63, 129}, {63, 65, 31},  {65, 127, 63},  {127, 3, 1000},
+                                   {129, 129, 2}, {1, 1000, 33}, {1000, 1, 65}, {300, 600, 40}, {5, 6, 5000}};
 
 void check_orientations(DType dtype, DType c_dtype, StreamRef stream) {
   for (const Sizes s : kSizes) {
