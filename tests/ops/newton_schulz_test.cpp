@@ -421,7 +421,10 @@ void check_rank_one(StreamRef stream) {
       CHECK(sigma > 0.68);
       CHECK(sigma < 0.72);
       // bfloat16 noise of the product is amplified by 3.4445^5; without it nothing else comes up.
-      if (path != NewtonSchulzPath::kStandard) CHECK(std::sqrt(rest) <= 0.1 * sigma);
+      // The gram path on CUDA rounds the normalised product to float16: 2^-11 of its norm at most, amplified alike.
+      const bool half = path == NewtonSchulzPath::kGram && stream.device().is_cuda();
+      const double bound = half ? std::pow(3.4445, 5) * 0x1p-11 : 0.1 * sigma;
+      if (path != NewtonSchulzPath::kStandard) CHECK(std::sqrt(rest) <= bound);
       for (const double x : got.x) CHECK(std::isfinite(x));
     }
   }
