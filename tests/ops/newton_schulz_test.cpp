@@ -412,21 +412,27 @@ void check_rank_one(StreamRef stream) {
     const Matrix product = multiplied(a, b);
     const Tensor u = to_tensor(product, DType::kFloat32, stream);
     const double length = frobenius(product);
-    for (const NewtonSchulzPath path : paths_for(rows)) {
-      CAPTURE(rows, to_string(path));
-      const Matrix got = to_matrix(run(u, {}, path, stream), stream);
+    // Rounding X to storage leaves a rest of relative size about its unit roundoff, and the 17 products of the
+    // recursion one of float32's; five steps make it 3.4445^5 times as large.
+    const auto check = [&](const Tensor& out, double roundoff) {
+      const Matrix got = to_matrix(out, stream);
       double sigma = 0, rest = 0;
       for (std::size_t i = 0; i < got.x.size(); ++i) sigma += got.x[i] * product.x[i] / length;
       for (std::size_t i = 0; i < got.x.size(); ++i) rest += std::pow(got.x[i] - sigma * product.x[i] / length, 2);
       CHECK(sigma > 0.68);
       CHECK(sigma < 0.72);
-      // bfloat16 noise of the product is amplified by 3.4445^5; without it nothing else comes up.
-      // The gram path on CUDA rounds the normalised product to float16: 2^-11 of its norm at most, amplified alike.
+      CHECK(std::sqrt(rest) <= std::pow(3.4445, 5) * (roundoff + 17 * 0x1p-24));
+    };
+    for (const NewtonSchulzPath path : paths_for(rows)) {
+      CAPTURE(rows, to_string(path));
       const bool half = path == NewtonSchulzPath::kGram && stream.device().is_cuda();
-      const double bound = half ? std::pow(3.4445, 5) * 0x1p-11 : 0.1 * sigma;
-      if (path != NewtonSchulzPath::kStandard) CHECK(std::sqrt(rest) <= bound);
-      for (const double x : got.x) CHECK(std::isfinite(x));
+      const DType storage = path == NewtonSchulzPath::kStandard ? DType::kBFloat16
+                            : half                              ? DType::kFloat16
+                                                                : DType::kFloat32;
+      check(run(u, {}, path, stream), unit_roundoff(storage));
     }
+    CAPTURE(rows);
+    check(run_gram_float16(u, stream), unit_roundoff(DType::kFloat16));
   }
 }
 
@@ -540,6 +546,21 @@ TEST_CASE("The standard path rounds less than the reference", "[ops][newton_schu
     CAPTURE(name);
     CHECK(error(run(u, {}, NewtonSchulzPath::kStandard, kCpu), exact, kCpu) <= reference);
   }
+}
+
+TEST_CASE("The standard path's norm is rounded to bfloat16's 8 bits at any magnitude", "[ops][newton_schulz]") {
+  Rng rng(98);
+  for (int i = 0; i < 1000; ++i) {
+    const double x = std::exp(20 * rng.normal());
+    CHECK(detail::round_significand(x, 8) == to_bfloat16(x));
+  }
+  CHECK(detail::round_significand(0, 8) == 0);
+  CHECK(detail::round_significand(0x1.018p+900, 8) == 0x1.02p+900);  // beyond bfloat16's range
+  CHECK(detail::round_significand(0x1.01p-900, 8) == 0x1p-900);      // to even
+  const double norm = to_bfloat16(to_bfloat16(std::sqrt(7.0)) + 0.01);
+  CHECK(detail::inverse_norm(7, 1, 0.01, true) == 1 / norm);
+  CHECK(detail::inverse_norm(7, 1, 0.01, false) == 1 / (std::sqrt(7.0) + 0.01));
+  CHECK(detail::inverse_norm(0, 1, 0, true) == 0);
 }
 
 TEST_CASE("Newton-Schulz takes any size", "[ops][newton_schulz]") { check_sizes(kCpu); }
