@@ -34,8 +34,8 @@ configure_and_build() {
   stage "configure $preset" cmake --preset "$preset" "$@"
   stage "build $preset" build_target "$preset" "$target"
 }
-build_target() {
-  cmake --build --preset "$1" --target "$2" --parallel "$(build_jobs)" 2>&1 | tee "build/$1/build.log"
+build_target() {  # -k 0: goes on after an error, to show all of them
+  cmake --build --preset "$1" --target "$2" --parallel "$(build_jobs)" -- -k 0 2>&1 | tee "build/$1/build.log"
 }
 
 if command -v ccache > /dev/null; then
