@@ -37,8 +37,8 @@ inline MatrixView matrix_view(const char* op, const char* name, const Tensor& t)
   view.cols = t.size(-1);
   for (int d = 0; d < t.rank() - 2; ++d) view.batches *= t.size(d);
   view.row_stride = t.stride(-2);
-  require(leading_stride(t, view.batch_stride), "{}: expected {} with leading dimensions that one stride walks, got shape {}", op, name,
-          t.shape());
+  require(leading_stride(t, view.batch_stride),
+          "{}: expected {} with leading dimensions that one stride walks, got shape {}", op, name, t.shape());
   return view;
 }
 
