@@ -135,26 +135,23 @@ void SafetensorsFile::load_into(std::string_view name, const Tensor& dst, Stream
          info.dtype, dst.dtype());
   }
 
+  const bool same = *stored == dst.dtype();
   const std::int64_t part_elements =
       kStagingBytes / static_cast<std::int64_t>(std::max(size_of(*stored), size_of(dst.dtype())));
-  std::vector<std::byte> staging(static_cast<std::size_t>(std::min(info.bytes, bytes_of(part_elements, *stored))));
+  std::vector<std::byte> staging;
   std::int64_t offset = info.offset;
   for_each_part(dst, part_elements, [&](const Tensor& part) {
     const std::int64_t bytes = bytes_of(part.elements(), *stored);
-    if (*stored == dst.dtype() && part.device().is_cpu() && part.is_contiguous()) {
-      file_->read_at(offset, part.raw(), bytes);
+    const bool direct = part.device().is_cpu() && part.is_contiguous();
+    const Tensor host = direct ? part : Tensor::empty(part.shape(), dst.dtype(), StreamRef());
+    if (same) {
+      file_->read_at(offset, host.raw(), bytes);
     } else {
+      staging.resize(static_cast<std::size_t>(bytes));
       file_->read_at(offset, staging.data(), bytes);
-      Tensor host;
-      if (*stored == dst.dtype()) {
-        host = Tensor::from_host_bytes(part.shape(), *stored, staging.data(), static_cast<std::size_t>(bytes),
-                                       StreamRef());
-      } else {
-        host = Tensor::empty(part.shape(), dst.dtype(), StreamRef());
-        convert(staging.data(), *stored, host);
-      }
-      part.copy_from(host, stream);
+      convert(staging.data(), *stored, host);
     }
+    if (!direct) part.copy_from(host, stream);
     offset += bytes;
   });
 }

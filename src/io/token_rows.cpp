@@ -25,7 +25,8 @@ TokenRow parse_row(const std::string& where, std::string_view line) {
   if (!json.is_object()) detail::fail_format(where, "expected an object, got " + detail::describe(json));
   TokenRow row;
   for (const auto& [name, values] : json.items()) {
-    if (name != "input_ids" && name != "labels") detail::fail_format(where, "member " + detail::quote(name) + " is not input_ids or labels");
+    if (name != "input_ids" && name != "labels")
+      detail::fail_format(where, "member " + detail::quote(name) + " is not input_ids or labels");
     if (!values.is_array()) detail::fail_format(where, name + ": expected an array, got " + detail::describe(values));
     for (const auto& value : values) {
       const bool integer = value.is_number_integer();
@@ -44,7 +45,8 @@ TokenRow parse_row(const std::string& where, std::string_view line) {
   if (!json.contains("input_ids")) detail::fail_format(where, "input_ids is missing");
   if (!json.contains("labels")) row.labels.assign(row.input_ids.begin(), row.input_ids.end());
   if (row.labels.size() != row.input_ids.size()) {
-    detail::fail_format(where, fmt::format("labels: expected {} as input_ids, got {}", row.input_ids.size(), row.labels.size()));
+    detail::fail_format(
+        where, fmt::format("labels: expected {} as input_ids, got {}", row.input_ids.size(), row.labels.size()));
   }
   return row;
 }
@@ -60,7 +62,8 @@ std::vector<TokenRow> read_token_rows(const std::filesystem::path& path) {
     const std::string_view line(text.data() + begin, end - begin);
     begin = end + 1;
     ++number;
-    if (line.find_first_not_of(" \t\r") != std::string_view::npos) rows.push_back(parse_row(fmt::format("{}:{}", path.string(), number), line));
+    if (line.find_first_not_of(" \t\r") != std::string_view::npos)
+      rows.push_back(parse_row(fmt::format("{}:{}", path.string(), number), line));
   }
   return rows;
 }
