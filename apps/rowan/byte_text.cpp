@@ -11,7 +11,9 @@ namespace rowan::app {
 
 namespace {
 
-std::int32_t byte_at(std::string_view text, std::int64_t i) { return static_cast<unsigned char>(text[static_cast<std::size_t>(i)]); }
+std::int32_t byte_at(std::string_view text, std::int64_t i) {
+  return static_cast<unsigned char>(text[static_cast<std::size_t>(i)]);
+}
 
 }  // namespace
 
@@ -48,8 +50,8 @@ std::vector<TokenRow> held_out_rows(std::string_view text, std::int64_t length, 
   return rows;
 }
 
-std::string continue_text(LlamaModel& model, const std::string& prompt, std::int64_t count, double temperature, std::int64_t window,
-                          std::uint64_t seed, StreamRef stream) {
+std::string continue_text(LlamaModel& model, const std::string& prompt, std::int64_t count, double temperature,
+                          std::int64_t window, std::uint64_t seed, StreamRef stream) {
   if (prompt.empty()) throw Error(ErrorKind::kInvalidArgument, "continue_text: expected a prompt, got an empty one");
   Rng rng(seed);
   std::string text = prompt;

@@ -79,7 +79,8 @@ AdapterConfig adapter_config(const std::string& base) {
 /// A text of its own for every purpose, all of one seed.
 struct Corpora {
   Corpora(const TemplateGrammar& grammar, std::uint64_t seed, std::int64_t steps)
-      : training(training_batches(grammar.sample(seed * 4, static_cast<std::size_t>(steps * kTokensPerStep + 1)), kSequenceLength, kBatchSize)),
+      : training(training_batches(grammar.sample(seed * 4, static_cast<std::size_t>(steps * kTokensPerStep + 1)),
+                                  kSequenceLength, kBatchSize)),
         held_out_text(grammar.sample(seed * 4 + 1, kHeldOutBytes)),
         held_out_rows(app::held_out_rows(held_out_text, kSequenceLength, kHeldOutContext)),
         held_out(batches_of(held_out_rows, kTokensPerStep)),
@@ -97,18 +98,25 @@ struct Run {
   const DemoOptions& options;
   StreamRef stream;
   MetricsWriter& metrics;
-  std::vector<double> steps;   // of both stages, one after the other
+  std::vector<double> steps;  // of both stages, one after the other
   std::vector<double> losses;
 };
 
-void train(Run& run, const char* stage, LlamaModel& model, const std::vector<HostBatch>& batches, double learning_rate) {
+void train(Run& run, const char* stage, LlamaModel& model, const std::vector<HostBatch>& batches,
+           double learning_rate) {
   OptimizerOptions options;
   options.groups = default_groups(parse_algorithm(run.options.optimizer));
   options.max_gradient_norm = 1.0;
+  // The matrices are small: Newton-Schulz in float32 costs nothing here, and keeps CPU and CUDA together for longer.
+  for (ParameterGroup& group : options.groups) {
+    if (std::ranges::count(group.roles, Parameter::Role::kMatrix) > 0)
+      group.newton_schulz.path = NewtonSchulzPath::kGramFp32;
+  }
   const auto optimizer = make_optimizer(options, model.parameters(), run.stream);
   TrainerOptions training;
   training.learning_rate = learning_rate;
-  training.schedule = {.type = Schedule::Type::kLinear, .total_steps = static_cast<std::int64_t>(batches.size()), .warmup_steps = 5};
+  training.schedule = {
+      .type = Schedule::Type::kLinear, .total_steps = static_cast<std::int64_t>(batches.size()), .warmup_steps = 5};
   training.schedule.warmup_steps = std::min<std::int64_t>(5, training.schedule.total_steps / 2);
   SingleCommunicator communicator;
   Trainer trainer(model, *optimizer, communicator, training, run.stream);
@@ -118,7 +126,8 @@ void train(Run& run, const char* stage, LlamaModel& model, const std::vector<Hos
   std::int64_t tokens = 0;
   for (const HostBatch& batch : batches) {
     const TrainStep step = trainer.step(batch);
-    if (!std::isfinite(step.loss)) throw Error(ErrorKind::kInvalidArgument, fmt::format("demo: the loss of step {} is not finite", step.step));
+    if (!std::isfinite(step.loss))
+      throw Error(ErrorKind::kInvalidArgument, fmt::format("demo: the loss of step {} is not finite", step.step));
     run.steps.push_back(static_cast<double>(run.steps.size()));
     run.losses.push_back(step.loss);
     run.metrics.write({{"stage", std::string(stage)},
@@ -151,15 +160,21 @@ Losses measure(LlamaModel& model, const Corpora& plain, const Corpora& pirate, S
   return {evaluate(model, plain.held_out, stream), evaluate(model, pirate.held_out, stream)};
 }
 
-void write_config(const std::filesystem::path& path, const DemoOptions& options, const Rates& rates, Device device, std::int64_t parameters) {
-  const nlohmann::ordered_json config = {
-      {"rowan", build_info().version},        {"seed", options.seed},
-      {"optimizer", options.optimizer},       {"device", to_string(device)},
-      {"parameters", parameters},             {"sequence_length", kSequenceLength},
-      {"batch_size", kBatchSize},             {"pretrain_steps", options.pretrain_steps},
-      {"pretrain_learning_rate", rates.pretrain}, {"tune_steps", options.tune_steps},
-      {"tune_learning_rate", rates.tune},     {"lora_r", adapter_config("").r},
-      {"lora_alpha", adapter_config("").lora_alpha}};
+void write_config(const std::filesystem::path& path, const DemoOptions& options, const Rates& rates, Device device,
+                  std::int64_t parameters) {
+  const nlohmann::ordered_json config = {{"rowan", build_info().version},
+                                         {"seed", options.seed},
+                                         {"optimizer", options.optimizer},
+                                         {"device", to_string(device)},
+                                         {"parameters", parameters},
+                                         {"sequence_length", kSequenceLength},
+                                         {"batch_size", kBatchSize},
+                                         {"pretrain_steps", options.pretrain_steps},
+                                         {"pretrain_learning_rate", rates.pretrain},
+                                         {"tune_steps", options.tune_steps},
+                                         {"tune_learning_rate", rates.tune},
+                                         {"lora_r", adapter_config("").r},
+                                         {"lora_alpha", adapter_config("").lora_alpha}};
   write_text_file(path, config.dump(2) + "\n");
 }
 
@@ -202,9 +217,11 @@ void run_demo(const DemoOptions& options) {
   const Stream stream(device);
   const std::filesystem::path out = options.out;
   const Rates defaults = rates_for(parse_algorithm(options.optimizer));
-  const Rates rates{options.pretrain_learning_rate.value_or(defaults.pretrain), options.tune_learning_rate.value_or(defaults.tune)};
+  const Rates rates{options.pretrain_learning_rate.value_or(defaults.pretrain),
+                    options.tune_learning_rate.value_or(defaults.tune)};
   const TemplateGrammar plain_grammar = TemplateGrammar::plain(), pirate_grammar = TemplateGrammar::pirate();
-  const Corpora plain(plain_grammar, 2 * options.seed, options.pretrain_steps), pirate(pirate_grammar, 2 * options.seed + 1, options.tune_steps);
+  const Corpora plain(plain_grammar, 2 * options.seed, options.pretrain_steps),
+      pirate(pirate_grammar, 2 * options.seed + 1, options.tune_steps);
   const ModelConfig config = model_config();
   const AdapterConfig adapter = adapter_config((out / "base").string());
 
@@ -220,7 +237,9 @@ void run_demo(const DemoOptions& options) {
   Losses base;
   std::string before;
   const std::string prompt = pirate.held_out_text.substr(0, pirate.held_out_text.find('\n') + 6);
-  const auto sample = [&](LlamaModel& model) { return continue_text(model, prompt, kSampleBytes, 0.7, kSequenceLength, options.seed, stream); };
+  const auto sample = [&](LlamaModel& model) {
+    return continue_text(model, prompt, kSampleBytes, 0.7, kSequenceLength, options.seed, stream);
+  };
   {
     LlamaOptions dense;
     dense.train_base = true;
@@ -248,11 +267,10 @@ void run_demo(const DemoOptions& options) {
   const double seconds = seconds_since(begin);
 
   if (options.json) {
-    const nlohmann::ordered_json line = {{"base_loss", base.pirate},     {"tuned_loss", tuned.pirate},
-                                         {"entropy", pirate.entropy},    {"base_loss_style1", base.plain},
-                                         {"tuned_loss_style1", tuned.plain}, {"entropy_style1", plain.entropy},
-                                         {"optimizer", options.optimizer}, {"device", to_string(device)},
-                                         {"seconds", seconds}};
+    const nlohmann::ordered_json line = {
+        {"base_loss", base.pirate},       {"tuned_loss", tuned.pirate},       {"entropy", pirate.entropy},
+        {"base_loss_style1", base.plain}, {"tuned_loss_style1", tuned.plain}, {"entropy_style1", plain.entropy},
+        {"optimizer", options.optimizer}, {"device", to_string(device)},      {"seconds", seconds}};
     std::cout << line.dump() << '\n';
     return;
   }
@@ -267,10 +285,12 @@ void run_demo(const DemoOptions& options) {
       "base continues    {}\n"
       "tuned continues   {}\n\n"
       "base {} parameters, adapter {}; {:.0f} training tokens in {:.1f} s on {} with {}\n"
-      "files: {}/base (Hugging Face model), {}/adapter (PEFT adapter), held-out-1.jsonl and held-out-2.jsonl (for rowan eval),\n"
+      "files: {}/base (Hugging Face model), {}/adapter (PEFT adapter), held-out-1.jsonl and held-out-2.jsonl (for "
+      "rowan eval),\n"
       "       metrics.jsonl, loss.svg, config.json\n",
-      plain.entropy, pirate.entropy, base.plain, base.pirate, tuned.plain, tuned.pirate, printable(prompt), printable(before), printable(after),
-      count_parameters(model.parameters()) - trained, trained, tokens, seconds, to_string(device), options.optimizer, out.string(), out.string());
+      plain.entropy, pirate.entropy, base.plain, base.pirate, tuned.plain, tuned.pirate, printable(prompt),
+      printable(before), printable(after), count_parameters(model.parameters()) - trained, trained, tokens, seconds,
+      to_string(device), options.optimizer, out.string(), out.string());
 }
 
 }  // namespace rowan::app

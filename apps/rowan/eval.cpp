@@ -36,13 +36,15 @@ void run_eval(const EvalOptions& options) {
   for (const TokenRow& row : rows) {
     for (std::size_t i = 0; i < row.input_ids.size(); ++i) {
       if (row.input_ids[i] >= config.vocab_size || row.labels[i] >= config.vocab_size) {
-        throw Error(ErrorKind::kFormat, fmt::format("{}: token id {} is not below the model's vocab_size {}", options.data,
-                                                    std::max<std::int64_t>(row.input_ids[i], row.labels[i]), config.vocab_size));
+        throw Error(ErrorKind::kFormat,
+                    fmt::format("{}: token id {} is not below the model's vocab_size {}", options.data,
+                                std::max<std::int64_t>(row.input_ids[i], row.labels[i]), config.vocab_size));
       }
     }
     if (static_cast<std::int64_t>(row.input_ids.size()) > config.max_position_embeddings) {
-      throw Error(ErrorKind::kFormat, fmt::format("{}: a row of {} tokens is longer than the model's max_position_embeddings {}", options.data,
-                                                  row.input_ids.size(), config.max_position_embeddings));
+      throw Error(ErrorKind::kFormat,
+                  fmt::format("{}: a row of {} tokens is longer than the model's max_position_embeddings {}",
+                              options.data, row.input_ids.size(), config.max_position_embeddings));
     }
   }
   LlamaOptions model_options;
@@ -62,9 +64,11 @@ void run_eval(const EvalOptions& options) {
   if (tokens == 0) throw Error(ErrorKind::kFormat, fmt::format("{}: no token counts for a loss", options.data));
   const double loss = evaluate(model, batches, stream);
   if (options.json) {
-    std::cout << nlohmann::ordered_json{{"loss", loss}, {"tokens", tokens}, {"perplexity", std::exp(loss)}}.dump() << '\n';
+    std::cout << nlohmann::ordered_json{{"loss", loss}, {"tokens", tokens}, {"perplexity", std::exp(loss)}}.dump()
+              << '\n';
   } else {
-    std::cout << fmt::format("loss {:.6f} nats a token, perplexity {:.4f}, {} counted tokens\n", loss, std::exp(loss), tokens);
+    std::cout << fmt::format("loss {:.6f} nats a token, perplexity {:.4f}, {} counted tokens\n", loss, std::exp(loss),
+                             tokens);
   }
 }
 

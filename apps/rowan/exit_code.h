@@ -8,11 +8,11 @@ namespace rowan::app {
 /// Statuses of the program, as its help states them.
 enum ExitCode : int {
   kDone = 0,
-  kFailed = 1,        ///< failed while running
-  kUsage = 2,         ///< wrong options or configuration
-  kBadData = 3,       ///< a data file, model or checkpoint is missing or malformed
+  kFailed = 1,   ///< failed while running
+  kUsage = 2,    ///< wrong options or configuration
+  kBadData = 3,  ///< a data file, model or checkpoint is missing or malformed
   kOutOfMemory = 4,
-  kInterrupted = 130, ///< SIGINT, after saving; 143 for SIGTERM
+  kInterrupted = 130,  ///< SIGINT, after saving; 143 for SIGTERM
 };
 
 inline ExitCode exit_code(ErrorKind kind) noexcept {
@@ -31,8 +31,8 @@ inline ExitCode exit_code(ErrorKind kind) noexcept {
   }
 }
 
-/// Runs a step that reads the user's files: where the operating system refuses one (it is missing, or not readable), that is bad data,
-/// not a failure of the run.
+/// Runs a step that reads the user's files: where the operating system refuses one (it is missing, or not readable),
+/// that is bad data, not a failure of the run.
 template <class F>
 decltype(auto) reading_input(const F& step) {
   try {

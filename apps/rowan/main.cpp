@@ -4,49 +4,63 @@
 #include <iostream>
 #include <new>
 
-#include "rowan/core/build_info.h"
-#include "rowan/core/error.h"
 #include "demo.h"
 #include "eval.h"
 #include "exit_code.h"
 #include "info.h"
+#include "rowan/core/build_info.h"
+#include "rowan/core/error.h"
 
 namespace {
 
 constexpr const char* kFooter =
-    "Exit status: 0 done, 1 failed while running, 2 usage or configuration, 3 bad data, model or checkpoint, 4 out of memory,\n"
+    "Exit status: 0 done, 1 failed while running, 2 usage or configuration, 3 bad data, model or checkpoint, 4 out of "
+    "memory,\n"
     "130 or 143 interrupted.";
 
 void add_demo(CLI::App& program, rowan::app::DemoOptions& options) {
-  CLI::App* demo = program.add_subcommand("demo", "Pre-train a small Llama, fine-tune LoRA on it with Muown, and show what it learned");
-  demo->add_option("--out", options.out, "Directory of the run: configuration, metrics, curve, base model and adapter; files of an earlier demo there are replaced")
+  CLI::App* demo = program.add_subcommand(
+      "demo", "Pre-train a small Llama, fine-tune LoRA on it with Muown, and show what it learned");
+  demo->add_option("--out", options.out,
+                   "Directory of the run: configuration, metrics, curve, base model and adapter; files of an earlier "
+                   "demo there are replaced")
       ->capture_default_str();
-  demo->add_option("--seed", options.seed, "Seed of texts, weights and samples: one seed, device and build give the same bits")->capture_default_str();
+  demo->add_option("--seed", options.seed,
+                   "Seed of texts, weights and samples: one seed, device and build give the same bits")
+      ->capture_default_str();
   demo->add_option("--optimizer", options.optimizer, "Optimizer of matrices and LoRA factors; the rest takes AdamW")
       ->check(CLI::IsMember({"muown", "muon", "adamw"}))
       ->capture_default_str();
-  demo->add_option("--device", options.device, "cpu, cuda, cuda:N or auto (a CUDA device where there is one)")->capture_default_str();
+  demo->add_option("--device", options.device, "cpu, cuda, cuda:N or auto (a CUDA device where there is one)")
+      ->capture_default_str();
   demo->add_option("--pretrain-steps", options.pretrain_steps, "Optimizer steps of pre-training, 2048 bytes each")
       ->check(CLI::Range(1, 1000000))
       ->capture_default_str();
   demo->add_option("--tune-steps", options.tune_steps, "Optimizer steps of LoRA fine-tuning, 2048 bytes each")
       ->check(CLI::Range(1, 1000000))
       ->capture_default_str();
-  demo->add_option("--pretrain-learning-rate", options.pretrain_learning_rate, "Peak learning rate of pre-training (default by optimizer)")
+  demo->add_option("--pretrain-learning-rate", options.pretrain_learning_rate,
+                   "Peak learning rate of pre-training (default by optimizer)")
       ->check(CLI::PositiveNumber);
-  demo->add_option("--tune-learning-rate", options.tune_learning_rate, "Peak learning rate of fine-tuning (default by optimizer)")
+  demo->add_option("--tune-learning-rate", options.tune_learning_rate,
+                   "Peak learning rate of fine-tuning (default by optimizer)")
       ->check(CLI::PositiveNumber);
   demo->add_flag("--json", options.json, "End with one line of JSON on stdout, and keep quiet otherwise");
   demo->callback([&options] { rowan::app::run_demo(options); });
 }
 
 void add_eval(CLI::App& program, rowan::app::EvalOptions& options) {
-  CLI::App* eval = program.add_subcommand("eval", "Mean loss of a model, with or without an adapter, over rows of token ids");
+  CLI::App* eval =
+      program.add_subcommand("eval", "Mean loss of a model, with or without an adapter, over rows of token ids");
   eval->add_option("--model", options.model, "Hugging Face directory: config.json and safetensors weights")->required();
   eval->add_option("--adapter", options.adapter, "PEFT directory of a LoRA adapter");
-  eval->add_option("--data", options.data, "JSON Lines of {\"input_ids\", \"labels\"}, aligned as in Transformers; -100 does not count")->required();
-  eval->add_option("--device", options.device, "cpu, cuda, cuda:N or auto (a CUDA device where there is one)")->capture_default_str();
-  eval->add_option("--dtype", options.dtype, "float32, bfloat16 or float16; default: the dtype of the model's configuration");
+  eval->add_option("--data", options.data,
+                   "JSON Lines of {\"input_ids\", \"labels\"}, aligned as in Transformers; -100 does not count")
+      ->required();
+  eval->add_option("--device", options.device, "cpu, cuda, cuda:N or auto (a CUDA device where there is one)")
+      ->capture_default_str();
+  eval->add_option("--dtype", options.dtype,
+                   "float32, bfloat16 or float16; default: the dtype of the model's configuration");
   eval->add_flag("--json", options.json, "Print one line of JSON: loss (nats a token), tokens, perplexity");
   eval->callback([&options] { rowan::app::run_eval(options); });
 }

@@ -23,7 +23,9 @@ class HostAllocator final : public Allocator {
     if (pointer == nullptr) detail::fail(ErrorKind::kOutOfMemory, "allocate: out of host memory for {} bytes", bytes);
     return pointer;
   }
-  void deallocate(void* pointer, std::size_t, StreamRef) noexcept override { ::operator delete(pointer, std::align_val_t(kAlignment)); }
+  void deallocate(void* pointer, std::size_t, StreamRef) noexcept override {
+    ::operator delete(pointer, std::align_val_t(kAlignment));
+  }
   Device device() const noexcept override { return Device::cpu(); }
 };
 
@@ -34,7 +36,8 @@ struct Registry {
 };
 
 Registry& registry() {
-  static Registry* const instance = new Registry;  // never destroyed: tensors with static lifetime may outlive everything else
+  static Registry* const instance =
+      new Registry;  // never destroyed: tensors with static lifetime may outlive everything else
   return *instance;
 }
 
@@ -87,7 +90,8 @@ void* TrackingAllocator::allocate(std::size_t bytes, StreamRef stream) {
   } catch (const Error& error) {
     if (error.kind() != ErrorKind::kOutOfMemory) throw;
     const std::lock_guard lock(mutex_);
-    detail::fail(ErrorKind::kOutOfMemory, "{} (for {})\nheld now:\n{}", error.what(), AllocationLabel::current(), report_locked());
+    detail::fail(ErrorKind::kOutOfMemory, "{} (for {})\nheld now:\n{}", error.what(), AllocationLabel::current(),
+                 report_locked());
   }
   const std::lock_guard lock(mutex_);
   Usage& usage = labels_[AllocationLabel::current()];
@@ -154,20 +158,23 @@ std::string TrackingAllocator::report() const {
 std::string TrackingAllocator::report_locked() const {
   std::string text;
   for (const auto& [label, usage] : labels_) {
-    if (usage.allocations > 0) text += fmt::format("  {:<24} {:>14} bytes in {} allocations\n", label, usage.bytes, usage.allocations);
+    if (usage.allocations > 0)
+      text += fmt::format("  {:<24} {:>14} bytes in {} allocations\n", label, usage.bytes, usage.allocations);
   }
   return text;
 }
 
 // LimitingAllocator
 
-LimitingAllocator::LimitingAllocator(AllocatorPtr upstream, std::size_t limit) : upstream_(std::move(upstream)), limit_(limit) {}
+LimitingAllocator::LimitingAllocator(AllocatorPtr upstream, std::size_t limit)
+    : upstream_(std::move(upstream)), limit_(limit) {}
 
 void* LimitingAllocator::allocate(std::size_t bytes, StreamRef stream) {
   {
     const std::lock_guard lock(mutex_);
     if (bytes > limit_ || bytes_ > limit_ - bytes) {
-      detail::fail(ErrorKind::kOutOfMemory, "allocate: {} bytes would pass the limit of {} bytes ({} held)", bytes, limit_, bytes_);
+      detail::fail(ErrorKind::kOutOfMemory, "allocate: {} bytes would pass the limit of {} bytes ({} held)", bytes,
+                   limit_, bytes_);
     }
     bytes_ += bytes;
   }
@@ -195,8 +202,8 @@ void LimitingAllocator::set_limit(std::size_t limit) {
 
 namespace {
 
-constexpr std::size_t kGuardBytes = kAlignment;      // keeps the alignment of what lies between
-constexpr unsigned char kPoison = 0xFF;              // all ones: NaN in float64, float32, bfloat16 and float16
+constexpr std::size_t kGuardBytes = kAlignment;  // keeps the alignment of what lies between
+constexpr unsigned char kPoison = 0xFF;          // all ones: NaN in float64, float32, bfloat16 and float16
 constexpr unsigned char kGuard = 0xA5;
 
 void fill_bytes(void* destination, unsigned char value, std::size_t bytes, StreamRef stream) {
@@ -238,7 +245,8 @@ void PoisonAllocator::deallocate(void* pointer, std::size_t bytes, StreamRef str
   std::byte* const base = static_cast<std::byte*>(pointer) - kGuardBytes;
   bool intact = false;
   try {
-    intact = all_bytes(base, kGuard, kGuardBytes, stream) && all_bytes(base + kGuardBytes + bytes, kGuard, kGuardBytes, stream);
+    intact = all_bytes(base, kGuard, kGuardBytes, stream) &&
+             all_bytes(base + kGuardBytes + bytes, kGuard, kGuardBytes, stream);
   } catch (...) {  // a device that cannot be read counts as damaged
   }
   if (!intact) {

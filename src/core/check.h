@@ -1,4 +1,5 @@
-// Argument checks with messages in the library's form "op: expected …, got …". For .cpp files only (fmt does not compile in .cu).
+// Argument checks with messages in the library's form "op: expected …, got …". For .cpp files only (fmt does not
+// compile in .cu).
 #pragma once
 
 #include <fmt/format.h>
@@ -67,17 +68,19 @@ inline void require_floating(const char* op, const char* name, const Tensor& t) 
 /// The tensor lives where the stream runs.
 inline void require_on(const char* op, const char* name, const Tensor& t, StreamRef stream) {
   require_defined(op, name, t);
-  require(t.device() == stream.device(), "{}: expected {} on {} (the stream's device), got {}", op, name, stream.device(), t.device());
+  require(t.device() == stream.device(), "{}: expected {} on {} (the stream's device), got {}", op, name,
+          stream.device(), t.device());
 }
 /// Elements of a row are adjacent; rows may be apart.
 inline void require_unit_columns(const char* op, const char* name, const Tensor& t) {
   require_defined(op, name, t);
-  require(t.rank() > 0 && (t.size(-1) <= 1 || t.stride(-1) == 1), "{}: expected {} with adjacent columns (last stride 1), got shape {}", op,
-          name, t.shape());
+  require(t.rank() > 0 && (t.size(-1) <= 1 || t.stride(-1) == 1),
+          "{}: expected {} with adjacent columns (last stride 1), got shape {}", op, name, t.shape());
 }
 inline void require_contiguous(const char* op, const char* name, const Tensor& t) {
   require_defined(op, name, t);
-  require(t.is_contiguous(), "{}: expected {} to be contiguous, got strides that leave gaps (shape {})", op, name, t.shape());
+  require(t.is_contiguous(), "{}: expected {} to be contiguous, got strides that leave gaps (shape {})", op, name,
+          t.shape());
 }
 
 }  // namespace rowan::detail

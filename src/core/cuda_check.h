@@ -8,8 +8,8 @@
 
 namespace rowan::cuda {
 
-/// Throws Cuda (OutOfMemory for cudaErrorMemoryAllocation) naming `what` when `status` is not success, and clears CUDA's last
-/// error, so that a later check does not report it again.
+/// Throws Cuda (OutOfMemory for cudaErrorMemoryAllocation) naming `what` when `status` is not success, and clears
+/// CUDA's last error, so that a later check does not report it again.
 void check(cudaError_t status, const char* what);
 
 /// To be called after each kernel launch: reports launch errors under the operation's name.

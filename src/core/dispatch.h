@@ -14,7 +14,8 @@ struct TypeTag {
   using type = T;
 };
 
-/// Calls f(TypeTag<T>{}) for the element type of a floating dtype: `[&](auto tag) { using T = typename decltype(tag)::type; … }`.
+/// Calls f(TypeTag<T>{}) for the element type of a floating dtype: `[&](auto tag) { using T = typename
+/// decltype(tag)::type; … }`.
 template <class F>
 decltype(auto) dispatch_floating(DType dtype, F&& f) {
   switch (dtype) {

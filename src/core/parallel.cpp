@@ -5,8 +5,9 @@
 #include <exception>
 #include <mutex>
 
-// libgomp's entry points, called by name: what g++ emits for `#pragma omp parallel`. OpenBLAS's openmp variant brings libgomp along, so
-// g++ and clang builds share its one runtime, and OpenBLAS sees that it runs inside a parallel region.
+// libgomp's entry points, called by name: what g++ emits for `#pragma omp parallel`. OpenBLAS's openmp variant brings
+// libgomp along, so g++ and clang builds share its one runtime, and OpenBLAS sees that it runs inside a parallel
+// region.
 extern "C" {
 void GOMP_parallel(void (*function)(void*), void* data, unsigned threads, unsigned flags);
 int omp_in_parallel(void);
@@ -17,7 +18,8 @@ namespace rowan::detail {
 namespace {
 
 struct Work {
-  Work(const std::function<void(std::int64_t, std::int64_t)>& body, std::int64_t count, std::int64_t block) : f(body), n(count), grain(block) {}
+  Work(const std::function<void(std::int64_t, std::int64_t)>& body, std::int64_t count, std::int64_t block)
+      : f(body), n(count), grain(block) {}
 
   const std::function<void(std::int64_t, std::int64_t)>& f;
   const std::int64_t n;
@@ -50,7 +52,8 @@ void parallel_for(std::int64_t n, std::int64_t grain, const std::function<void(s
   if (omp_in_parallel() != 0) {
     work.run();
   } else {
-    // A team of at least the full size even for one block: inside it OpenBLAS stays single-threaded, so bits do not depend on cores.
+    // A team of at least the full size even for one block: inside it OpenBLAS stays single-threaded, so bits do not
+    // depend on cores.
     GOMP_parallel([](void* data) { static_cast<Work*>(data)->run(); }, &work, 0, 0);
   }
   if (work.error) std::rethrow_exception(work.error);

@@ -16,7 +16,8 @@ int device_count() noexcept;
 DeviceInfo device_info(Device device);
 void require_device(Device device);
 
-/// Streams come from a pool and go back to it; none is ever destroyed, so that a storage may outlive the Stream it was made on.
+/// Streams come from a pool and go back to it; none is ever destroyed, so that a storage may outlive the Stream it was
+/// made on.
 void* acquire_stream(Device device);
 void release_stream(Device device, void* handle) noexcept;
 void synchronize(StreamRef stream);
@@ -34,7 +35,8 @@ double elapsed_ms(void* begin, void* end);
 AllocatorPtr pool_allocator(Device device);
 AllocatorPtr pinned_allocator();
 
-/// A copy of equal-shaped strided arrays, innermost dimension last, adjacent dimensions already merged. A null source means zeros.
+/// A copy of equal-shaped strided arrays, innermost dimension last, adjacent dimensions already merged. A null source
+/// means zeros.
 struct StridedCopy {
   void* destination = nullptr;
   const void* source = nullptr;

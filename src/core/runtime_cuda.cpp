@@ -87,9 +87,11 @@ void require_device(Device device) {
   try {
     probe_kernels(device);
   } catch (const Error&) {
-    const int major = attribute(cudaDevAttrComputeCapabilityMajor, device), minor = attribute(cudaDevAttrComputeCapabilityMinor, device);
+    const int major = attribute(cudaDevAttrComputeCapabilityMajor, device),
+              minor = attribute(cudaDevAttrComputeCapabilityMinor, device);
     detail::fail(ErrorKind::kUnsupported,
-                 "device: this rowan holds code for CUDA architectures {}, and {} is of {}.{}: configure with {}{} added to ROWAN_CUDA_ARCHS",
+                 "device: this rowan holds code for CUDA architectures {}, and {} is of {}.{}: configure with {}{} "
+                 "added to ROWAN_CUDA_ARCHS",
                  build_info().architectures, device, major, minor, major, minor);
   }
   ready[device.index] = true;
@@ -175,7 +177,9 @@ void wait_event(StreamRef stream, void* event) {
   check(cudaStreamWaitEvent(to_cuda(stream), static_cast<cudaEvent_t>(event), 0), "cudaStreamWaitEvent");
 }
 
-void synchronize_event(void* event) { check(cudaEventSynchronize(static_cast<cudaEvent_t>(event)), "cudaEventSynchronize"); }
+void synchronize_event(void* event) {
+  check(cudaEventSynchronize(static_cast<cudaEvent_t>(event)), "cudaEventSynchronize");
+}
 
 bool query_event(void* event) {
   const cudaError_t status = cudaEventQuery(static_cast<cudaEvent_t>(event));
@@ -189,7 +193,8 @@ bool query_event(void* event) {
 
 double elapsed_ms(void* begin, void* end) {
   float ms = 0;
-  check(cudaEventElapsedTime(&ms, static_cast<cudaEvent_t>(begin), static_cast<cudaEvent_t>(end)), "cudaEventElapsedTime");
+  check(cudaEventElapsedTime(&ms, static_cast<cudaEvent_t>(begin), static_cast<cudaEvent_t>(end)),
+        "cudaEventElapsedTime");
   return static_cast<double>(ms);
 }
 
@@ -218,7 +223,8 @@ class PoolAllocator final : public Allocator {
       cudaGetLastError();
       std::size_t free = 0, total = 0;
       cudaMemGetInfo(&free, &total);
-      detail::fail(ErrorKind::kOutOfMemory, "allocate: out of memory on {} for {} bytes ({} of {} bytes free)", device_, bytes, free, total);
+      detail::fail(ErrorKind::kOutOfMemory, "allocate: out of memory on {} for {} bytes ({} of {} bytes free)", device_,
+                   bytes, free, total);
     }
     check(status, "cudaMallocFromPoolAsync");
     return pointer;
@@ -226,7 +232,8 @@ class PoolAllocator final : public Allocator {
 
   void deallocate(void* pointer, std::size_t, StreamRef stream) noexcept override {
     if (pointer == nullptr) return;
-    if (cudaFreeAsync(pointer, to_cuda(stream)) != cudaSuccess) cudaGetLastError();  // a dying process or context: nothing to free
+    if (cudaFreeAsync(pointer, to_cuda(stream)) != cudaSuccess)
+      cudaGetLastError();  // a dying process or context: nothing to free
   }
 
   Device device() const noexcept override { return device_; }
@@ -279,7 +286,8 @@ void copy_rows(const StridedCopy& copy, StreamRef stream) {
           "zero");
   } else {
     check(height == 1 ? cudaMemcpyAsync(copy.destination, copy.source, width, cudaMemcpyDefault, handle)
-                      : cudaMemcpy2DAsync(copy.destination, to_pitch, copy.source, from_pitch, width, height, cudaMemcpyDefault, handle),
+                      : cudaMemcpy2DAsync(copy.destination, to_pitch, copy.source, from_pitch, width, height,
+                                          cudaMemcpyDefault, handle),
           "copy");
   }
 }

@@ -7,16 +7,19 @@
 
 namespace rowan {
 
-Shape::Shape(std::initializer_list<std::int64_t> extents) : Shape(std::span<const std::int64_t>(extents.begin(), extents.size())) {}
+Shape::Shape(std::initializer_list<std::int64_t> extents)
+    : Shape(std::span<const std::int64_t>(extents.begin(), extents.size())) {}
 
 Shape::Shape(std::span<const std::int64_t> extents) {
-  detail::require(extents.size() <= kMaxRank, "Shape: expected at most {} dimensions, got {}", kMaxRank, extents.size());
+  detail::require(extents.size() <= kMaxRank, "Shape: expected at most {} dimensions, got {}", kMaxRank,
+                  extents.size());
   // The product is taken over non-zero extents, so that strides of an empty tensor stay representable too.
   std::int64_t product = 1;
   for (const std::int64_t extent : extents) {
     detail::require(extent >= 0, "Shape: expected extents >= 0, got {}", extent);
     if (extent == 0) continue;
-    detail::require(product <= std::numeric_limits<std::int64_t>::max() / extent, "Shape: expected fewer than 2^63 elements, got more");
+    detail::require(product <= std::numeric_limits<std::int64_t>::max() / extent,
+                    "Shape: expected fewer than 2^63 elements, got more");
     product *= extent;
   }
   std::copy(extents.begin(), extents.end(), extents_.begin());

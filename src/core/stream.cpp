@@ -61,11 +61,13 @@ Event& Event::operator=(Event&& other) noexcept {
 }
 
 void Event::record(StreamRef stream) {
-  detail::require(stream.device() == device_, "Event::record: expected a stream of {}, got {}", device_, stream.device());
+  detail::require(stream.device() == device_, "Event::record: expected a stream of {}, got {}", device_,
+                  stream.device());
   if (device_.is_cuda()) {
     cuda::record_event(handle_, stream);
   } else {
-    recorded_ms_ = std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now().time_since_epoch()).count();
+    recorded_ms_ =
+        std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now().time_since_epoch()).count();
   }
 }
 
@@ -76,7 +78,8 @@ void Event::synchronize() const {
 bool Event::query() const { return device_.is_cpu() || cuda::query_event(handle_); }
 
 double Event::elapsed_ms(const Event& end) const {
-  detail::require(end.device_ == device_, "Event::elapsed_ms: expected two events of {}, got one of {}", device_, end.device_);
+  detail::require(end.device_ == device_, "Event::elapsed_ms: expected two events of {}, got one of {}", device_,
+                  end.device_);
   return device_.is_cuda() ? cuda::elapsed_ms(handle_, end.handle_) : end.recorded_ms_ - recorded_ms_;
 }
 

@@ -10,7 +10,8 @@ namespace rowan {
 
 // Storage
 
-Storage::Storage(std::size_t bytes, StreamRef stream) : allocator_(current_allocator(stream.device())), stream_(stream), bytes_(bytes) {
+Storage::Storage(std::size_t bytes, StreamRef stream)
+    : allocator_(current_allocator(stream.device())), stream_(stream), bytes_(bytes) {
   data_ = static_cast<std::byte*>(allocator_->allocate(bytes, stream));
 }
 
@@ -143,8 +144,8 @@ Tensor Tensor::zeros(const Shape& shape, DType dtype, StreamRef stream) {
 }
 
 Tensor Tensor::empty_with_slack(const Shape& shape, std::int64_t slack_cols, DType dtype, StreamRef stream) {
-  detail::require(shape.rank() >= 1 && slack_cols >= 0, "empty_with_slack: expected rank >= 1 and slack >= 0, got shape {} and slack {}", shape,
-                  slack_cols);
+  detail::require(shape.rank() >= 1 && slack_cols >= 0,
+                  "empty_with_slack: expected rank >= 1 and slack >= 0, got shape {} and slack {}", shape, slack_cols);
   const std::int64_t cols = shape[-1];
   const std::int64_t row_stride = (cols + slack_cols + 63) / 64 * 64;
   Tensor t;
@@ -152,13 +153,16 @@ Tensor Tensor::empty_with_slack(const Shape& shape, std::int64_t slack_cols, DTy
   t.dtype_ = dtype;
   t.strides_ = row_major(shape, row_stride);
   t.slack_ = row_stride - cols;
-  t.storage_ = std::make_shared<Storage>(static_cast<std::size_t>(shape.with(-1, row_stride).elements()) * size_of(dtype), stream);
+  t.storage_ = std::make_shared<Storage>(
+      static_cast<std::size_t>(shape.with(-1, row_stride).elements()) * size_of(dtype), stream);
   return t;
 }
 
-Tensor Tensor::from_host_bytes(const Shape& shape, DType dtype, const void* values, std::size_t bytes, StreamRef stream) {
+Tensor Tensor::from_host_bytes(const Shape& shape, DType dtype, const void* values, std::size_t bytes,
+                               StreamRef stream) {
   const std::size_t expected = static_cast<std::size_t>(shape.elements()) * size_of(dtype);
-  detail::require(bytes == expected, "from_host: expected {} bytes for shape {} of {}, got {}", expected, shape, dtype, bytes);
+  detail::require(bytes == expected, "from_host: expected {} bytes for shape {} of {}, got {}", expected, shape, dtype,
+                  bytes);
   Tensor t = empty(shape, dtype, stream);
   if (bytes == 0) return t;
   if (stream.device().is_cpu()) {
@@ -205,14 +209,16 @@ void* Tensor::raw() const noexcept {
 }
 
 void Tensor::check_dtype(DType dtype) const {
-  detail::require(defined() && dtype == dtype_, "Tensor::data: expected {}, got {}", dtype, defined() ? to_string(dtype_) : "an undefined tensor");
+  detail::require(defined() && dtype == dtype_, "Tensor::data: expected {}, got {}", dtype,
+                  defined() ? to_string(dtype_) : "an undefined tensor");
 }
 
 // Views
 
 Tensor Tensor::slice(int dim, std::int64_t begin, std::int64_t end) const {
   const std::int64_t extent = shape_[dim];
-  detail::require(0 <= begin && begin <= end && end <= extent, "slice: expected a range of [0, {}), got [{}, {})", extent, begin, end);
+  detail::require(0 <= begin && begin <= end && end <= extent, "slice: expected a range of [0, {}), got [{}, {})",
+                  extent, begin, end);
   Tensor view = *this;
   view.shape_ = shape_.with(dim, end - begin);
   if (begin != end) view.offset_ += begin * stride(dim);
@@ -252,7 +258,8 @@ Tensor Tensor::transpose(int dim_a, int dim_b) const {
 }
 
 Tensor Tensor::reshape(const Shape& shape) const {
-  detail::require(defined() && shape.elements() == elements(), "reshape: expected {} elements, got shape {}", elements(), shape);
+  detail::require(defined() && shape.elements() == elements(), "reshape: expected {} elements, got shape {}",
+                  elements(), shape);
   Tensor view = *this;
   view.shape_ = shape;
   const bool same_rows = shape.rank() > 0 && rank() > 0 && shape[-1] == size(-1);
@@ -272,7 +279,8 @@ Tensor Tensor::reshape(const Shape& shape) const {
       left = runs.extents[run];
       step = runs.destination_strides[run];
     }
-    detail::require(left % extent == 0, "reshape: expected strides that allow {} without a copy, got {} with gaps", shape, shape_);
+    detail::require(left % extent == 0, "reshape: expected strides that allow {} without a copy, got {} with gaps",
+                    shape, shape_);
     view.strides_[static_cast<std::size_t>(d)] = step;
     step *= extent;
     left /= extent;
@@ -281,7 +289,8 @@ Tensor Tensor::reshape(const Shape& shape) const {
 }
 
 Tensor Tensor::with_slack(std::int64_t columns) const {
-  detail::require(rank() >= 1 && 0 <= columns && columns <= slack_, "with_slack: expected at most {} spare columns, got {}", slack_, columns);
+  detail::require(rank() >= 1 && 0 <= columns && columns <= slack_,
+                  "with_slack: expected at most {} spare columns, got {}", slack_, columns);
   Tensor view = *this;
   view.shape_ = shape_.with(-1, size(-1) + columns);
   view.slack_ = slack_ - columns;
@@ -322,7 +331,8 @@ void Tensor::copy_from(const Tensor& source, StreamRef stream) const {
     copy_on_host(copy, 0, static_cast<std::byte*>(copy.destination), static_cast<const std::byte*>(copy.source));
     return;
   }
-  detail::require(stream.device().is_cuda(), "copy_from: expected a stream of the CUDA side, got one of {}", stream.device());
+  detail::require(stream.device().is_cuda(), "copy_from: expected a stream of the CUDA side, got one of {}",
+                  stream.device());
   const bool crosses = device() != source.device();
   if (has_plain_rows(copy)) {
     cuda::copy_rows(copy, stream);
@@ -330,7 +340,8 @@ void Tensor::copy_from(const Tensor& source, StreamRef stream) const {
     cuda::copy_strided(copy, stream);
   } else {
     // Gather on the side of the source, move one block, scatter on the side of the destination.
-    const Tensor packed = source.is_contiguous() ? source : source.clone(source.device().is_cpu() ? StreamRef() : stream);
+    const Tensor packed =
+        source.is_contiguous() ? source : source.clone(source.device().is_cpu() ? StreamRef() : stream);
     if (is_contiguous()) {
       cuda::copy_rows(plan_copy(*this, &packed), stream);
     } else {
@@ -375,7 +386,8 @@ bool Tensor::overlaps(const Tensor& other) const noexcept {
   if (!shares_storage(other) || elements() == 0 || other.elements() == 0) return false;
   const auto span = [](const Tensor& t) {
     std::int64_t last = t.offset_;
-    for (int d = 0; d < t.rank(); ++d) last += (t.shape_.extents()[static_cast<std::size_t>(d)] - 1) * t.strides_[static_cast<std::size_t>(d)];
+    for (int d = 0; d < t.rank(); ++d)
+      last += (t.shape_.extents()[static_cast<std::size_t>(d)] - 1) * t.strides_[static_cast<std::size_t>(d)];
     const auto size = static_cast<std::int64_t>(size_of(t.dtype_));
     return std::pair(t.offset_ * size, (last + 1) * size);
   };

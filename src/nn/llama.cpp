@@ -22,8 +22,10 @@ using detail::LlamaBlock;
 
 void HostBatch::append(const std::vector<std::int32_t>& sequence, const std::vector<std::int64_t>& sequence_labels) {
   detail::require(sequence_labels.empty() || sequence_labels.size() == sequence.size(),
-                  "HostBatch::append: expected one label a token ({}), got {}", sequence.size(), sequence_labels.size());
-  detail::require(ids.empty() || labels.empty() == sequence_labels.empty(), "HostBatch::append: expected labels for all sequences or for none");
+                  "HostBatch::append: expected one label a token ({}), got {}", sequence.size(),
+                  sequence_labels.size());
+  detail::require(ids.empty() || labels.empty() == sequence_labels.empty(),
+                  "HostBatch::append: expected labels for all sequences or for none");
   const auto length = static_cast<std::int64_t>(sequence.size());
   detail::require(tokens() + length <= INT32_MAX, "HostBatch::append: expected fewer than 2^31 tokens");
   ids.insert(ids.end(), sequence.begin(), sequence.end());
@@ -42,8 +44,8 @@ TokenBatch HostBatch::to(std::int64_t vocab_size, StreamRef stream) const {
     detail::require(0 <= id && id < vocab_size, "HostBatch: expected token ids in [0, {}), got {}", vocab_size, id);
   }
   for (const std::int64_t label : labels) {
-    detail::require(label == kIgnoredLabel || (0 <= label && label < vocab_size), "HostBatch: expected labels in [0, {}) or {}, got {}",
-                    vocab_size, kIgnoredLabel, label);
+    detail::require(label == kIgnoredLabel || (0 <= label && label < vocab_size),
+                    "HostBatch: expected labels in [0, {}) or {}, got {}", vocab_size, kIgnoredLabel, label);
   }
   const Shape tokens_shape{tokens()};
   TokenBatch batch;
@@ -59,8 +61,8 @@ TokenBatch HostBatch::to(std::int64_t vocab_size, StreamRef stream) const {
 
 namespace {
 
-/// Logits are made and turned into gradients in slices of about this many bytes: all of them at once would be the largest buffer of a
-/// step (M x vocab_size).
+/// Logits are made and turned into gradients in slices of about this many bytes: all of them at once would be the
+/// largest buffer of a step (M x vocab_size).
 constexpr std::int64_t kLogitsSliceBytes = std::int64_t{256} << 20;
 
 void fill_normal(const Parameter& p, Rng& rng, double std, StreamRef stream) {
@@ -77,9 +79,11 @@ struct LlamaModel::Layers {
   Tensor embed(const TokenBatch& batch, StreamRef stream) const;
   Tensor final_hidden(const Tensor& x, Tensor& rstd, StreamRef stream) const;
   /// Runs embedding and blocks; saves what backward needs when `saved` is given.
-  Tensor run(const TokenBatch& batch, std::vector<LlamaBlock::Saved>* saved, std::uint64_t dropout_step, StreamRef stream);
+  Tensor run(const TokenBatch& batch, std::vector<LlamaBlock::Saved>* saved, std::uint64_t dropout_step,
+             StreamRef stream);
   /// Losses of all rows; with dhidden also the gradient of grad_scale times their sum.
-  void head_loss(const Tensor& hidden, const Tensor& labels, double grad_scale, Tensor* dhidden, Tensor& loss_sum, StreamRef stream);
+  void head_loss(const Tensor& hidden, const Tensor& labels, double grad_scale, Tensor* dhidden, Tensor& loss_sum,
+                 StreamRef stream);
   const DenseWeight& head() const { return config.tie_word_embeddings ? embedding : lm_head; }
   std::uint64_t dropout_offset(std::uint64_t dropout_step, std::size_t block) const {
     return (dropout_step * blocks.size() + block) * LlamaBlock::kLinears;
@@ -99,8 +103,10 @@ LlamaModel::Layers::Layers(const ModelConfig& model_config, const LlamaOptions& 
   const AllocationLabel label("model weights");
   const bool train = options.train_base;
   const Shape table{config.vocab_size, config.hidden_size};
-  embedding = DenseWeight("model.embed_tokens.weight", table, Parameter::Role::kEmbedding, options.dtype, train, stream);
-  final_norm = DenseWeight("model.norm.weight", Shape{config.hidden_size}, Parameter::Role::kNorm, options.dtype, train, stream);
+  embedding =
+      DenseWeight("model.embed_tokens.weight", table, Parameter::Role::kEmbedding, options.dtype, train, stream);
+  final_norm =
+      DenseWeight("model.norm.weight", Shape{config.hidden_size}, Parameter::Role::kNorm, options.dtype, train, stream);
   if (!config.tie_word_embeddings) {
     lm_head = DenseWeight("lm_head.weight", table, Parameter::Role::kHead, options.dtype, train, stream);
   }
@@ -130,11 +136,11 @@ Tensor LlamaModel::Layers::final_hidden(const Tensor& x, Tensor& rstd, StreamRef
   return hidden;
 }
 
-Tensor LlamaModel::Layers::run(const TokenBatch& batch, std::vector<LlamaBlock::Saved>* saved, std::uint64_t dropout_step,
-                               StreamRef stream) {
+Tensor LlamaModel::Layers::run(const TokenBatch& batch, std::vector<LlamaBlock::Saved>* saved,
+                               std::uint64_t dropout_step, StreamRef stream) {
   detail::require(batch.sequences.max_length <= config.max_position_embeddings,
-                  "LlamaModel: expected sequences of at most {} tokens (max_position_embeddings), got {}", config.max_position_embeddings,
-                  batch.sequences.max_length);
+                  "LlamaModel: expected sequences of at most {} tokens (max_position_embeddings), got {}",
+                  config.max_position_embeddings, batch.sequences.max_length);
   const AllocationLabel label("activations");
   Tensor x = embed(batch, stream);
   for (std::size_t i = 0; i < blocks.size(); ++i) {
@@ -150,11 +156,12 @@ Tensor LlamaModel::Layers::run(const TokenBatch& batch, std::vector<LlamaBlock::
   return x;
 }
 
-void LlamaModel::Layers::head_loss(const Tensor& hidden, const Tensor& labels, double grad_scale, Tensor* dhidden, Tensor& loss_sum,
-                                   StreamRef stream) {
+void LlamaModel::Layers::head_loss(const Tensor& hidden, const Tensor& labels, double grad_scale, Tensor* dhidden,
+                                   Tensor& loss_sum, StreamRef stream) {
   detail::require(labels.defined(), "LlamaModel: expected labels for a loss, got none");
   const std::int64_t tokens = hidden.size(0), vocab = config.vocab_size;
-  const std::int64_t slice_rows = std::max<std::int64_t>(1, kLogitsSliceBytes / (vocab * static_cast<std::int64_t>(size_of(options.dtype))));
+  const std::int64_t slice_rows =
+      std::max<std::int64_t>(1, kLogitsSliceBytes / (vocab * static_cast<std::int64_t>(size_of(options.dtype))));
   Tensor losses = Tensor::empty({tokens}, detail::statistics_dtype(options.dtype), stream);
   Tensor buffer = Tensor::empty({std::min(tokens, slice_rows), vocab}, options.dtype, stream);
   const DenseWeight& weight = head();
@@ -208,7 +215,8 @@ void LlamaModel::init_adapter(std::uint64_t seed, StreamRef stream) {
     Rng rng(seed, index++);
     std::vector<double> values(static_cast<std::size_t>(p.value.elements()), 0.0);
     if (p.role == Parameter::Role::kLoraA) {
-      const double bound = 1.0 / std::sqrt(static_cast<double>(p.value.size(1)));  // Kaiming uniform with a = sqrt(5), as nn.Linear
+      const double bound =
+          1.0 / std::sqrt(static_cast<double>(p.value.size(1)));  // Kaiming uniform with a = sqrt(5), as nn.Linear
       for (double& v : values) v = bound * (2 * rng.uniform() - 1);
     }
     if (p.role == Parameter::Role::kLoraA || p.role == Parameter::Role::kLoraB) detail::assign(p, values, stream);
@@ -231,7 +239,8 @@ Tensor LlamaModel::last_logits(const HostBatch& batch, StreamRef stream) {
   }
   const Tensor x = layers_->run(batch.to(layers_->config.vocab_size, stream), nullptr, 0, stream);
   const Tensor picked = Tensor::empty({static_cast<std::int64_t>(last.size()), x.size(1)}, x.dtype(), stream);
-  for (std::size_t s = 0; s < last.size(); ++s) picked.select(0, static_cast<std::int64_t>(s)).copy_from(x.select(0, last[s]), stream);
+  for (std::size_t s = 0; s < last.size(); ++s)
+    picked.select(0, static_cast<std::int64_t>(s)).copy_from(x.select(0, last[s]), stream);
   Tensor rstd;
   const Tensor hidden = layers_->final_hidden(picked, rstd, stream);
   Tensor out = Tensor::empty({hidden.size(0), layers_->config.vocab_size}, layers_->options.dtype, stream);
@@ -298,11 +307,13 @@ void LlamaModel::zero_grad(StreamRef stream) {
 }
 
 void LlamaModel::set_adapter_enabled(bool enabled) {
-  for (LlamaBlock& block : layers_->blocks) block.for_each_linear([enabled](LoraLinear& linear) { linear.set_adapter_enabled(enabled); });
+  for (LlamaBlock& block : layers_->blocks)
+    block.for_each_linear([enabled](LoraLinear& linear) { linear.set_adapter_enabled(enabled); });
 }
 
 void LlamaModel::merge_adapter(StreamRef stream) {
-  for (LlamaBlock& block : layers_->blocks) block.for_each_linear([stream](LoraLinear& linear) { linear.merge(stream); });
+  for (LlamaBlock& block : layers_->blocks)
+    block.for_each_linear([stream](LoraLinear& linear) { linear.merge(stream); });
 }
 
 const ModelConfig& LlamaModel::config() const noexcept { return layers_->config; }

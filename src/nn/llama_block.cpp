@@ -27,7 +27,8 @@ void assign(const Parameter& parameter, const std::vector<double>& values, Strea
   if (parameter.has_own_master()) write(parameter.master);
 }
 
-DenseWeight::DenseWeight(const std::string& name, const Shape& shape, Parameter::Role role, DType dtype, bool trainable, StreamRef stream) {
+DenseWeight::DenseWeight(const std::string& name, const Shape& shape, Parameter::Role role, DType dtype, bool trainable,
+                         StreamRef stream) {
   parameter.name = name;
   parameter.role = role;
   parameter.value = Tensor::empty(shape, dtype, stream);
@@ -51,34 +52,41 @@ LinearPart part(const LlamaOptions& options, const std::string& module, std::int
 
 }  // namespace
 
-LlamaBlock::LlamaBlock(const ModelConfig& config, const LlamaOptions& options, const std::string& name, StreamRef stream)
+LlamaBlock::LlamaBlock(const ModelConfig& config, const LlamaOptions& options, const std::string& name,
+                       StreamRef stream)
     : config_(config),
       dtype_(options.dtype),
       dropout_seed_(options.seed),
-      input_norm_(name + ".input_layernorm.weight", Shape{config.hidden_size}, Parameter::Role::kNorm, options.dtype, options.train_base, stream),
-      mid_norm_(name + ".post_attention_layernorm.weight", Shape{config.hidden_size}, Parameter::Role::kNorm, options.dtype, options.train_base,
-                stream),
-      qkv_proj_(config.hidden_size,
-                {part(options, name + ".self_attn.q_proj", config.num_attention_heads * config.head_dim, config.qkv_bias),
-                 part(options, name + ".self_attn.k_proj", config.num_key_value_heads * config.head_dim, config.qkv_bias),
-                 part(options, name + ".self_attn.v_proj", config.num_key_value_heads * config.head_dim, config.qkv_bias)},
+      input_norm_(name + ".input_layernorm.weight", Shape{config.hidden_size}, Parameter::Role::kNorm, options.dtype,
+                  options.train_base, stream),
+      mid_norm_(name + ".post_attention_layernorm.weight", Shape{config.hidden_size}, Parameter::Role::kNorm,
                 options.dtype, options.train_base, stream),
-      o_proj_(config.num_attention_heads * config.head_dim, {part(options, name + ".self_attn.o_proj", config.hidden_size, false)},
-              options.dtype, options.train_base, stream),
+      qkv_proj_(
+          config.hidden_size,
+          {part(options, name + ".self_attn.q_proj", config.num_attention_heads * config.head_dim, config.qkv_bias),
+           part(options, name + ".self_attn.k_proj", config.num_key_value_heads * config.head_dim, config.qkv_bias),
+           part(options, name + ".self_attn.v_proj", config.num_key_value_heads * config.head_dim, config.qkv_bias)},
+          options.dtype, options.train_base, stream),
+      o_proj_(config.num_attention_heads * config.head_dim,
+              {part(options, name + ".self_attn.o_proj", config.hidden_size, false)}, options.dtype, options.train_base,
+              stream),
       gate_up_proj_(config.hidden_size,
                     {part(options, name + ".mlp.gate_proj", config.intermediate_size, false),
                      part(options, name + ".mlp.up_proj", config.intermediate_size, false)},
                     options.dtype, options.train_base, stream),
-      down_proj_(config.intermediate_size, {part(options, name + ".mlp.down_proj", config.hidden_size, false)}, options.dtype,
-                 options.train_base, stream) {
+      down_proj_(config.intermediate_size, {part(options, name + ".mlp.down_proj", config.hidden_size, false)},
+                 options.dtype, options.train_base, stream) {
   if (!config.qk_norm) return;
   const Shape head{config.head_dim};
-  q_norm_ = DenseWeight(name + ".self_attn.q_norm.weight", head, Parameter::Role::kNorm, options.dtype, options.train_base, stream);
-  k_norm_ = DenseWeight(name + ".self_attn.k_norm.weight", head, Parameter::Role::kNorm, options.dtype, options.train_base, stream);
+  q_norm_ = DenseWeight(name + ".self_attn.q_norm.weight", head, Parameter::Role::kNorm, options.dtype,
+                        options.train_base, stream);
+  k_norm_ = DenseWeight(name + ".self_attn.k_norm.weight", head, Parameter::Role::kNorm, options.dtype,
+                        options.train_base, stream);
 }
 
 LlamaBlock::Heads LlamaBlock::heads_of(const Tensor& qkv) const {
-  const std::int64_t tokens = qkv.size(0), d = config_.head_dim, q = config_.num_attention_heads, kv = config_.num_key_value_heads;
+  const std::int64_t tokens = qkv.size(0), d = config_.head_dim, q = config_.num_attention_heads,
+                     kv = config_.num_key_value_heads;
   const auto heads = [&](std::int64_t first, std::int64_t count) {
     return qkv.slice(1, first * d, (first + count) * d).reshape({tokens, count, d});
   };
@@ -93,12 +101,13 @@ LlamaBlock::Heads LlamaBlock::attention_inputs(const Saved& saved) const {
   return {normalised.q, normalised.k, heads.v};
 }
 
-Tensor LlamaBlock::forward(const Tensor& x, const TokenBatch& batch, const Tensor& rotary, bool training, std::uint64_t dropout_offset,
-                           Saved& saved, StreamRef stream) {
+Tensor LlamaBlock::forward(const Tensor& x, const TokenBatch& batch, const Tensor& rotary, bool training,
+                           std::uint64_t dropout_offset, Saved& saved, StreamRef stream) {
   const std::int64_t tokens = x.size(0), hidden = config_.hidden_size, d = config_.head_dim;
   const std::int64_t q_heads = config_.num_attention_heads, kv_heads = config_.num_key_value_heads;
   const DType statistics = statistics_dtype(dtype_);
-  const auto linear = [&](LoraLinear& layer, std::uint64_t index, const Tensor& input, Tensor& output, LoraLinearContext& context) {
+  const auto linear = [&](LoraLinear& layer, std::uint64_t index, const Tensor& input, Tensor& output,
+                          LoraLinearContext& context) {
     std::optional<DropoutKey> dropout;
     if (training) dropout = DropoutKey{dropout_seed_, dropout_offset + index};
     layer.forward(input, output, context, stream, dropout);
@@ -151,8 +160,10 @@ Tensor LlamaBlock::forward(const Tensor& x, const TokenBatch& batch, const Tenso
   return out;
 }
 
-void LlamaBlock::backward(Tensor& dx, const TokenBatch& batch, const Tensor& rotary, const Saved& saved, bool need_dx, StreamRef stream) {
-  const std::int64_t tokens = dx.size(0), hidden = config_.hidden_size, d = config_.head_dim, width = config_.intermediate_size;
+void LlamaBlock::backward(Tensor& dx, const TokenBatch& batch, const Tensor& rotary, const Saved& saved, bool need_dx,
+                          StreamRef stream) {
+  const std::int64_t tokens = dx.size(0), hidden = config_.hidden_size, d = config_.head_dim,
+                     width = config_.intermediate_size;
   const std::int64_t q_heads = config_.num_attention_heads, kv_heads = config_.num_key_value_heads;
   {
     Tensor dgate_up = Tensor::empty_with_slack({tokens, 2 * width}, gate_up_proj_.slack_columns(), dtype_, stream);
@@ -160,7 +171,8 @@ void LlamaBlock::backward(Tensor& dx, const TokenBatch& batch, const Tensor& rot
       Tensor dactivated = Tensor::empty({tokens, width}, dtype_, stream);
       down_proj_.backward(dx, saved.down_proj, &dactivated, stream);
       Tensor dgate = dgate_up.slice(1, 0, width), dup = dgate_up.slice(1, width, 2 * width);
-      swiglu_backward(dactivated, saved.gate_up.slice(1, 0, width), saved.gate_up.slice(1, width, 2 * width), dgate, dup, stream);
+      swiglu_backward(dactivated, saved.gate_up.slice(1, 0, width), saved.gate_up.slice(1, width, 2 * width), dgate,
+                      dup, stream);
     }
     Tensor dnormed = Tensor::empty({tokens, hidden}, dtype_, stream);
     gate_up_proj_.backward(dgate_up, saved.gate_up_proj, &dnormed, stream);
@@ -169,12 +181,14 @@ void LlamaBlock::backward(Tensor& dx, const TokenBatch& batch, const Tensor& rot
 
   Tensor dattended = Tensor::empty({tokens, q_heads * d}, dtype_, stream);
   o_proj_.backward(dx, saved.o_proj, &dattended, stream);
-  Tensor dqkv = Tensor::empty_with_slack({tokens, (q_heads + 2 * kv_heads) * d}, qkv_proj_.slack_columns(), dtype_, stream);
+  Tensor dqkv =
+      Tensor::empty_with_slack({tokens, (q_heads + 2 * kv_heads) * d}, qkv_proj_.slack_columns(), dtype_, stream);
   Heads grads = heads_of(dqkv);
   const Heads heads = attention_inputs(saved);
   const double scale = 1.0 / std::sqrt(static_cast<double>(d));
-  attention_backward(dattended.reshape({tokens, q_heads, d}), heads.q, heads.k, heads.v, saved.o_proj.x.reshape({tokens, q_heads, d}), saved.lse,
-                     batch.sequences, scale, grads.q, grads.k, grads.v, stream);
+  attention_backward(dattended.reshape({tokens, q_heads, d}), heads.q, heads.k, heads.v,
+                     saved.o_proj.x.reshape({tokens, q_heads, d}), saved.lse, batch.sequences, scale, grads.q, grads.k,
+                     grads.v, stream);
   rotary_apply(grads.q, batch.positions, rotary, stream, true);
   rotary_apply(grads.k, batch.positions, rotary, stream, true);
   if (config_.qk_norm) {
@@ -191,7 +205,9 @@ void LlamaBlock::backward(Tensor& dx, const TokenBatch& batch, const Tensor& rot
   rms_norm_backward(dnormed, saved.x, input_norm_.value(), saved.rstd_in, dx, input_norm_.grad(), stream, 1.0);
 }
 
-std::int64_t LlamaBlock::residual_slack() const { return std::max(o_proj_.slack_columns(), down_proj_.slack_columns()); }
+std::int64_t LlamaBlock::residual_slack() const {
+  return std::max(o_proj_.slack_columns(), down_proj_.slack_columns());
+}
 
 std::vector<Parameter> LlamaBlock::parameters() const {
   std::vector<Parameter> all{input_norm_.parameter};

@@ -22,7 +22,8 @@ void assign(const Parameter& parameter, const std::vector<double>& values, Strea
 /// A weight outside the linear layers: embedding, norm or head.
 struct DenseWeight {
   DenseWeight() = default;
-  DenseWeight(const std::string& name, const Shape& shape, Parameter::Role role, DType dtype, bool trainable, StreamRef stream);
+  DenseWeight(const std::string& name, const Shape& shape, Parameter::Role role, DType dtype, bool trainable,
+              StreamRef stream);
 
   const Tensor& value() const { return parameter.value; }
   /// Where backward accumulates; null when frozen.
@@ -37,10 +38,10 @@ class LlamaBlock {
 
   /// What backward reads of one forward.
   struct Saved {
-    Tensor x, x_mid;          // residual stream before attention and before the feed-forward part
+    Tensor x, x_mid;  // residual stream before attention and before the feed-forward part
     Tensor rstd_in, rstd_mid;
-    Tensor qkv;               // as the projection left it; q and k rotated in place unless they are normalised per head
-    Tensor qk;                // normalised and rotated q and k (Qwen3)
+    Tensor qkv;  // as the projection left it; q and k rotated in place unless they are normalised per head
+    Tensor qk;   // normalised and rotated q and k (Qwen3)
     Tensor rstd_q, rstd_k;
     Tensor lse;
     Tensor gate_up;
@@ -50,11 +51,12 @@ class LlamaBlock {
   LlamaBlock(const ModelConfig& config, const LlamaOptions& options, const std::string& name, StreamRef stream);
 
   /// The residual stream behind the block; fills `saved`. `training` draws dropout masks from `dropout_offset`.
-  Tensor forward(const Tensor& x, const TokenBatch& batch, const Tensor& rotary, bool training, std::uint64_t dropout_offset, Saved& saved,
-                 StreamRef stream);
-  /// Turns dx, the gradient behind the block, into the one before it, in place, and adds to the parameters' gradients. Without
-  /// `need_dx` dx is garbage afterwards. dx needs residual_slack() spare columns.
-  void backward(Tensor& dx, const TokenBatch& batch, const Tensor& rotary, const Saved& saved, bool need_dx, StreamRef stream);
+  Tensor forward(const Tensor& x, const TokenBatch& batch, const Tensor& rotary, bool training,
+                 std::uint64_t dropout_offset, Saved& saved, StreamRef stream);
+  /// Turns dx, the gradient behind the block, into the one before it, in place, and adds to the parameters' gradients.
+  /// Without `need_dx` dx is garbage afterwards. dx needs residual_slack() spare columns.
+  void backward(Tensor& dx, const TokenBatch& batch, const Tensor& rotary, const Saved& saved, bool need_dx,
+                StreamRef stream);
 
   std::int64_t residual_slack() const;
   std::vector<Parameter> parameters() const;

@@ -23,7 +23,8 @@ std::vector<AdapterFactors> factors_of(const LlamaModel& model, Tensor Parameter
   std::vector<AdapterFactors> factors;
   for (const Parameter& p : model.parameters()) {
     if (p.role == Parameter::Role::kLoraA) {
-      factors.push_back({p.name.substr(0, p.name.size() - std::string_view(".lora_A.weight").size()), p.*tensor, Tensor()});
+      factors.push_back(
+          {p.name.substr(0, p.name.size() - std::string_view(".lora_A.weight").size()), p.*tensor, Tensor()});
     } else if (p.role == Parameter::Role::kLoraB) {
       factors.back().lora_b = p.*tensor;
     }
@@ -41,8 +42,8 @@ void load_base(LlamaModel& model, const ModelFiles& files, StreamRef stream) {
     const TensorInfo& info = files.at(p.name);
     const auto extents = p.value.shape().extents();
     if (!std::equal(extents.begin(), extents.end(), info.shape.begin(), info.shape.end())) {
-      detail::fail(ErrorKind::kFormat, "{}: expected {} of shape {}, got [{}]", files.directory().string(), p.name, p.value.shape(),
-                   fmt::join(info.shape, ", "));
+      detail::fail(ErrorKind::kFormat, "{}: expected {} of shape {}, got [{}]", files.directory().string(), p.name,
+                   p.value.shape(), fmt::join(info.shape, ", "));
     }
   }
   for (const std::string& name : files.names()) {
@@ -68,7 +69,8 @@ void save_base(const std::filesystem::path& directory, const LlamaModel& model, 
   save_model_directory(directory, config, tensors, stream);
 }
 
-std::function<std::optional<LoraConfig>(const std::string&)> lora_for(const AdapterConfig& config, const ModelConfig& model) {
+std::function<std::optional<LoraConfig>(const std::string&)> lora_for(const AdapterConfig& config,
+                                                                      const ModelConfig& model) {
   std::vector<std::string> modules;
   for (const LinearShape& linear : linear_shapes(model)) modules.push_back(linear.module);
   std::map<std::string, LoraConfig> chosen;
@@ -88,21 +90,25 @@ std::function<std::optional<LoraConfig>(const std::string&)> lora_for(const Adap
 }
 
 void load_adapter(LlamaModel& model, const AdapterFiles& files, StreamRef stream) {
-  const std::vector<AdapterFactors> factors = factors_of(model, &Parameter::value), masters = factors_of(model, &Parameter::master);
+  const std::vector<AdapterFactors> factors = factors_of(model, &Parameter::value),
+                                    masters = factors_of(model, &Parameter::master);
   const std::vector<AdapterTarget> targets = files.match(linear_shapes(model.config()));
-  detail::require(targets.size() == factors.size(), "load_adapter: expected a model with {} adapted layers, got {}", targets.size(), factors.size());
+  detail::require(targets.size() == factors.size(), "load_adapter: expected a model with {} adapted layers, got {}",
+                  targets.size(), factors.size());
   for (std::size_t i = 0; i < targets.size(); ++i) {
     detail::require(targets[i].module == factors[i].module && targets[i].r == factors[i].lora_a.size(0),
-                    "load_adapter: expected an adapter of rank {} on {}, got one of rank {} on {}", targets[i].r, targets[i].module,
-                    factors[i].lora_a.size(0), factors[i].module);
+                    "load_adapter: expected an adapter of rank {} on {}, got one of rank {} on {}", targets[i].r,
+                    targets[i].module, factors[i].lora_a.size(0), factors[i].module);
   }
   for (std::size_t i = 0; i < factors.size(); ++i) {
     files.load_into(factors[i].module, factors[i].lora_a, factors[i].lora_b, stream);
-    if (!masters[i].lora_a.shares_storage(factors[i].lora_a)) files.load_into(masters[i].module, masters[i].lora_a, masters[i].lora_b, stream);
+    if (!masters[i].lora_a.shares_storage(factors[i].lora_a))
+      files.load_into(masters[i].module, masters[i].lora_a, masters[i].lora_b, stream);
   }
 }
 
-void save_adapter(const std::filesystem::path& directory, const LlamaModel& model, const AdapterConfig& config, StreamRef stream) {
+void save_adapter(const std::filesystem::path& directory, const LlamaModel& model, const AdapterConfig& config,
+                  StreamRef stream) {
   write_adapter(directory, config, factors_of(model, &Parameter::master), stream);
 }
 

@@ -17,8 +17,14 @@ double total(const Tensor& sums, StreamRef stream) {
 
 }  // namespace
 
-Trainer::Trainer(LlamaModel& model, Optimizer& optimizer, Communicator& communicator, const TrainerOptions& options, StreamRef stream)
-    : model_(model), optimizer_(optimizer), communicator_(communicator), options_(options), stream_(stream), parameters_(model.trainable_parameters()) {
+Trainer::Trainer(LlamaModel& model, Optimizer& optimizer, Communicator& communicator, const TrainerOptions& options,
+                 StreamRef stream)
+    : model_(model),
+      optimizer_(optimizer),
+      communicator_(communicator),
+      options_(options),
+      stream_(stream),
+      parameters_(model.trainable_parameters()) {
   check_schedule(options.schedule);
   detail::require(communicator.size() == 1, "Trainer: expected one rank, got {}", communicator.size());
   detail::require(!parameters_.empty(), "Trainer: expected a model with trainable parameters, got none");

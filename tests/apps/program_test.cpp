@@ -21,7 +21,8 @@ struct Outcome {
 
 Outcome run_program(const test::ScratchDirectory& scratch, const std::string& arguments) {
   const std::string out = (scratch / "out.txt").string(), err = (scratch / "err.txt").string();
-  const std::string command = "'" + std::string(ROWAN_TEST_PROGRAM) + "' " + arguments + " >'" + out + "' 2>'" + err + "' </dev/null";
+  const std::string command =
+      "'" + std::string(ROWAN_TEST_PROGRAM) + "' " + arguments + " >'" + out + "' 2>'" + err + "' </dev/null";
   const int status = std::system(command.c_str());
   return {WIFEXITED(status) ? WEXITSTATUS(status) : -1, test::read_file(out), test::read_file(err)};
 }
@@ -29,7 +30,8 @@ Outcome run_program(const test::ScratchDirectory& scratch, const std::string& ar
 std::string last_line(const std::string& text) {
   const std::size_t end = text.find_last_not_of('\n');
   const std::size_t begin = text.find_last_of('\n', end);
-  return text.substr(begin == std::string::npos ? 0 : begin + 1, end - (begin == std::string::npos ? 0 : begin + 1) + 1);
+  return text.substr(begin == std::string::npos ? 0 : begin + 1,
+                     end - (begin == std::string::npos ? 0 : begin + 1) + 1);
 }
 
 bool program_is_built() { return std::string(ROWAN_TEST_PROGRAM).size() > 0; }
@@ -51,8 +53,8 @@ TEST_CASE("rowan demo writes its files, ends with one line of JSON, and repeats 
   }
   CHECK(line.at("optimizer") == "muown");
   CHECK(line.at("device") == "cpu");
-  for (const char* file : {"config.json", "metrics.jsonl", "loss.svg", "base/config.json", "base/model.safetensors", "adapter/adapter_config.json",
-                           "adapter/adapter_model.safetensors"}) {
+  for (const char* file : {"config.json", "metrics.jsonl", "loss.svg", "base/config.json", "base/model.safetensors",
+                           "adapter/adapter_config.json", "adapter/adapter_model.safetensors"}) {
     CAPTURE(file);
     CHECK(test::read_file(scratch / "a" / file).size() > 50);
   }
@@ -70,7 +72,8 @@ TEST_CASE("rowan demo shows losses beside entropies, and its optimizer option do
   REQUIRE(program_is_built());
   const test::ScratchDirectory scratch;
   const std::string out = " --out '" + (scratch / "run").string() + "'";
-  const Outcome run = run_program(scratch, "demo --device cpu --pretrain-steps 2 --tune-steps 1 --optimizer adamw" + out);
+  const Outcome run =
+      run_program(scratch, "demo --device cpu --pretrain-steps 2 --tune-steps 1 --optimizer adamw" + out);
   REQUIRE(run.status == 0);
   CHECK(run.out.find("entropy of the grammar") != std::string::npos);
   CHECK(run.out.find("with adamw") != std::string::npos);
@@ -82,7 +85,8 @@ TEST_CASE("rowan eval gives the losses that the demo printed") {
   REQUIRE(program_is_built());
   const test::ScratchDirectory scratch;
   const std::string run = (scratch / "run").string();
-  const Outcome demo = run_program(scratch, "demo --json --device cpu --pretrain-steps 3 --tune-steps 2 --out '" + run + "'");
+  const Outcome demo =
+      run_program(scratch, "demo --json --device cpu --pretrain-steps 3 --tune-steps 2 --out '" + run + "'");
   REQUIRE(demo.status == 0);
   const auto expected = nlohmann::json::parse(last_line(demo.out));
   const std::string eval = "eval --json --device cpu --model '" + run + "/base' --data '" + run + "/held-out-";
@@ -94,7 +98,8 @@ TEST_CASE("rowan eval gives the losses that the demo printed") {
   };
   CHECK(std::abs(loss(eval + "1.jsonl'") - expected.at("base_loss_style1").get<double>()) < 1e-6);
   CHECK(std::abs(loss(eval + "2.jsonl'") - expected.at("base_loss").get<double>()) < 1e-6);
-  CHECK(std::abs(loss(eval + "2.jsonl' --adapter '" + run + "/adapter'") - expected.at("tuned_loss").get<double>()) < 1e-6);
+  CHECK(std::abs(loss(eval + "2.jsonl' --adapter '" + run + "/adapter'") - expected.at("tuned_loss").get<double>()) <
+        1e-6);
 }
 
 TEST_CASE("rowan eval refuses bad data and models with status 3, naming file and line") {
@@ -104,7 +109,8 @@ TEST_CASE("rowan eval refuses bad data and models with status 3, naming file and
   const auto refused = [&](const std::string& rows, const std::string& named) {
     CAPTURE(rows);
     test::write_file(scratch / "rows.jsonl", rows);
-    const Outcome outcome = run_program(scratch, "eval --device cpu --model '" + model + "' --data '" + (scratch / "rows.jsonl").string() + "'");
+    const Outcome outcome = run_program(
+        scratch, "eval --device cpu --model '" + model + "' --data '" + (scratch / "rows.jsonl").string() + "'");
     CHECK(outcome.status == 3);
     CHECK(outcome.err.find(named) != std::string::npos);
   };
@@ -115,7 +121,8 @@ TEST_CASE("rowan eval refuses bad data and models with status 3, naming file and
   refused("{\"input_ids\": [1, 2]\n", "rows.jsonl:1");
   refused("{\"input_ids\": [1, 320]}\n", "320");
   refused("", "no token");
-  const Outcome missing = run_program(scratch, "eval --device cpu --model '" + (scratch / "none").string() + "' --data x");
+  const Outcome missing =
+      run_program(scratch, "eval --device cpu --model '" + (scratch / "none").string() + "' --data x");
   CHECK(missing.status == 3);
   CHECK(missing.err.find("none") != std::string::npos);
 }
@@ -144,7 +151,8 @@ TEST_CASE("a place that cannot be written to ends with status 1 and names it") {
   REQUIRE(program_is_built());
   const test::ScratchDirectory scratch;
   test::write_file(scratch / "file", "not a directory");
-  const Outcome run = run_program(scratch, "demo --device cpu --pretrain-steps 1 --tune-steps 1 --out '" + (scratch / "file" / "run").string() + "'");
+  const Outcome run = run_program(scratch, "demo --device cpu --pretrain-steps 1 --tune-steps 1 --out '" +
+                                               (scratch / "file" / "run").string() + "'");
   CHECK(run.status == 1);
   CHECK(run.err.find("file") != std::string::npos);
 }

@@ -39,7 +39,7 @@ void check_rounding(const std::vector<double>& values) {
     const double middle = here + (values[bits + 1] - here) / 2;
     const auto even = static_cast<std::uint16_t>((bits % 2 == 0) ? bits : bits + 1);
     wrong += Half(middle).bits != even;
-    wrong += Half(std::nextafter(middle, 0.0)).bits != bits;      // a double closer to one side by the last bit: a detour
+    wrong += Half(std::nextafter(middle, 0.0)).bits != bits;  // a double closer to one side by the last bit: a detour
     wrong += Half(std::nextafter(middle, 1e300)).bits != bits + 1;  // through float would round it to the middle first
     wrong += Half(static_cast<float>(middle)).bits != even;
   }
@@ -50,7 +50,9 @@ void check_rounding(const std::vector<double>& values) {
 
 TEST_CASE("bfloat16 rounds float and double to nearest even in one step") { check_rounding<BFloat16>(grid(8, 7)); }
 
-TEST_CASE("float16 rounds float and double to nearest even in one step, subnormals included") { check_rounding<Float16>(grid(5, 10)); }
+TEST_CASE("float16 rounds float and double to nearest even in one step, subnormals included") {
+  check_rounding<Float16>(grid(5, 10));
+}
 
 TEST_CASE("16-bit formats carry infinities, overflow and NaN") {
   const double infinity = std::numeric_limits<double>::infinity();

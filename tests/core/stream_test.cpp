@@ -99,10 +99,14 @@ TEST_CASE("parallel_for visits each index once, in blocks of the grain") {
 }
 
 TEST_CASE("parallel_for hands an exception to the caller") {
-  CHECK_THROWS_AS(detail::parallel_for(100, 1, [](std::int64_t begin, std::int64_t) {
-    if (begin == 42) throw Error(ErrorKind::kIo, "planted");
-  }), Error);
+  CHECK_THROWS_AS(detail::parallel_for(100, 1,
+                                       [](std::int64_t begin, std::int64_t) {
+                                         if (begin == 42) throw Error(ErrorKind::kIo, "planted");
+                                       }),
+                  Error);
   std::atomic<int> total{0};
-  detail::parallel_for(4, 1, [&](std::int64_t, std::int64_t) { detail::parallel_for(5, 1, [&](std::int64_t, std::int64_t) { ++total; }); });
+  detail::parallel_for(4, 1, [&](std::int64_t, std::int64_t) {
+    detail::parallel_for(5, 1, [&](std::int64_t, std::int64_t) { ++total; });
+  });
   CHECK(total == 20);
 }

@@ -41,7 +41,8 @@ void check_scatter(StreamRef stream) {
   const Tensor values = counting({2, 2}, stream);
   target.slice(0, 1, 3).slice(1, 1, 3).copy_from(values, stream);
   CHECK(target.to_vector<float>(stream) == Values{0, 0, 0, 0, 0, 0, 1, 0, 0, 2, 3, 0});
-  target.transpose(0, 1).slice(0, 0, 2).slice(1, 1, 3).copy_from(values, stream);  // every second stride differs: the general path
+  target.transpose(0, 1).slice(0, 0, 2).slice(1, 1, 3).copy_from(
+      values, stream);  // every second stride differs: the general path
   CHECK(target.to_vector<float>(stream) == Values{0, 0, 0, 0, 0, 2, 1, 0, 1, 3, 3, 0});
   target.slice(1, 1, 2).zero(stream);
   CHECK(target.to_vector<float>(stream) == Values{0, 0, 0, 0, 0, 0, 1, 0, 1, 0, 3, 0});
@@ -70,7 +71,8 @@ TEST_CASE("copies between host and device keep strides apart", "[gpu][sanitize]"
   const Tensor wide = Tensor::zeros({6, 8}, DType::kFloat32, stream);
   const Tensor slot = wide.slice(1, 2, 6);
   slot.copy_from(host.transpose(0, 1), stream);
-  CHECK(slot.to(Device::cpu(), stream).to_vector<float>(StreamRef()) == host.transpose(0, 1).to_vector<float>(StreamRef()));
+  CHECK(slot.to(Device::cpu(), stream).to_vector<float>(StreamRef()) ==
+        host.transpose(0, 1).to_vector<float>(StreamRef()));
   const Tensor back = Tensor::zeros({8, 6}, DType::kFloat32, StreamRef());
   back.slice(0, 2, 6).copy_from(slot.transpose(0, 1), stream);
   CHECK(back.slice(0, 2, 6).to_vector<float>(StreamRef()) == host.to_vector<float>(StreamRef()));

@@ -34,7 +34,8 @@ HostBatch batch_of(const test::Golden& expected) {
   HostBatch batch;
   for (std::int64_t row = 0; row < ids.size(0); ++row) {
     std::vector<std::int32_t> sequence;
-    for (const std::int64_t id : ids.select(0, row).to_vector<std::int64_t>(StreamRef())) sequence.push_back(static_cast<std::int32_t>(id));
+    for (const std::int64_t id : ids.select(0, row).to_vector<std::int64_t>(StreamRef()))
+      sequence.push_back(static_cast<std::int32_t>(id));
     std::vector<std::int64_t> targets = labels.select(0, row).to_vector<std::int64_t>(StreamRef());
     targets.erase(targets.begin());
     targets.push_back(kIgnoredLabel);
@@ -58,7 +59,8 @@ void check_model(const std::filesystem::path& directory, bool recompute, StreamR
   const HostBatch host = batch_of(expected);
   const TokenBatch batch = host.to(config.vocab_size, stream);
   const double counted = static_cast<double>(host.counted_tokens());
-  const test::Difference logits = test::difference(test::values(model.logits(batch, stream), stream), expected.values("logits"));
+  const test::Difference logits =
+      test::difference(test::values(model.logits(batch, stream), stream), expected.values("logits"));
   CHECK(logits.relative_frobenius < 1e-4);
 
   Tensor loss_sum = Tensor::empty({1}, DType::kFloat64, stream);
@@ -74,7 +76,8 @@ void check_model(const std::filesystem::path& directory, bool recompute, StreamR
     CAPTURE(p.name);
     std::string key = p.name;
     key.insert(key.size() - std::string("weight").size(), "default.");
-    const test::Difference grad = test::difference(test::values(p.grad, stream), expected.values("grad.base_model.model." + key));
+    const test::Difference grad =
+        test::difference(test::values(p.grad, stream), expected.values("grad.base_model.model." + key));
     CHECK(grad.relative_frobenius < 1e-4);
     ++compared;
   }

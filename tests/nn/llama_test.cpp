@@ -126,11 +126,15 @@ void check_gradients(const std::string& architecture, double dropout, bool recom
 
 }  // namespace
 
-TEST_CASE("gradients of a whole Llama agree with central differences") { check_gradients("LlamaForCausalLM", 0, false); }
+TEST_CASE("gradients of a whole Llama agree with central differences") {
+  check_gradients("LlamaForCausalLM", 0, false);
+}
 TEST_CASE("gradients of a whole Qwen2 with biases and tied embeddings agree with central differences") {
   check_gradients("Qwen2ForCausalLM", 0, false);
 }
-TEST_CASE("gradients of a whole Qwen3 with normalised heads agree with central differences") { check_gradients("Qwen3ForCausalLM", 0, true); }
+TEST_CASE("gradients of a whole Qwen3 with normalised heads agree with central differences") {
+  check_gradients("Qwen3ForCausalLM", 0, true);
+}
 TEST_CASE("gradients with dropout agree with central differences of the same masks, recomputed or kept") {
   check_gradients("LlamaForCausalLM", 0.4, false);
   check_gradients("LlamaForCausalLM", 0.4, true);
@@ -150,8 +154,8 @@ TEST_CASE("tokens see their own past alone") {
   HostBatch alone;
   alone.append({5, 6, 7});
   const auto c = test::values(model.logits(alone.to(11, stream), stream), stream);
-  for (std::size_t i = 0; i < 2 * 11; ++i) CHECK(a[i] == b[i]);      // before the change
-  CHECK(a[2 * 11] != b[2 * 11]);                                     // at the change
+  for (std::size_t i = 0; i < 2 * 11; ++i) CHECK(a[i] == b[i]);                            // before the change
+  CHECK(a[2 * 11] != b[2 * 11]);                                                           // at the change
   for (std::size_t i = 0; i < 3 * 11; ++i) CHECK(std::abs(a[4 * 11 + i] - c[i]) < 1e-12);  // the other sequence
 }
 

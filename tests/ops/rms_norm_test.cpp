@@ -66,7 +66,8 @@ void check_forward(const Shape& shape, DType dtype, StreamRef stream) {
     for (const double rstd : rstds) bound.push_back(relative_error(dtype, shape[-1]) * rstd);
     check_within(values(c.rstd, stream), rstds, bound);
 
-    Tensor in_place = c.x.clone(stream);  // y may be x; compared in one layout, since alignment decides the order of sums on CUDA
+    Tensor in_place =
+        c.x.clone(stream);  // y may be x; compared in one layout, since alignment decides the order of sums on CUDA
     Tensor apart_from_x = Tensor::empty(shape, dtype, stream);
     rms_norm_forward(in_place, c.weight, kEps, apart_from_x, c.rstd, stream);
     rms_norm_forward(in_place, c.weight, kEps, in_place, c.rstd, stream);

@@ -76,7 +76,9 @@ std::vector<double> values(const Tensor& t, StreamRef stream) {
 
 Tensor to_float64(const Tensor& t, StreamRef stream) { return convert(t, DType::kFloat64, stream, StreamRef()); }
 
-Tensor convert(const Tensor& t, DType dtype, StreamRef from, StreamRef to) { return from_doubles(t.shape(), dtype, values(t, from), to); }
+Tensor convert(const Tensor& t, DType dtype, StreamRef from, StreamRef to) {
+  return from_doubles(t.shape(), dtype, values(t, from), to);
+}
 
 Difference difference(const std::vector<double>& a, const std::vector<double>& b) {
   Difference d;
@@ -98,7 +100,8 @@ Difference difference(const std::vector<double>& a, const std::vector<double>& b
   return d;
 }
 
-bool within(const std::vector<double>& a, const std::vector<double>& b, const std::vector<double>& bound, std::string* message) {
+bool within(const std::vector<double>& a, const std::vector<double>& b, const std::vector<double>& bound,
+            std::string* message) {
   if (a.size() != b.size() || a.size() != bound.size()) {
     if (message) *message = "sizes differ";
     return false;
@@ -118,8 +121,9 @@ bool within(const std::vector<double>& a, const std::vector<double>& b, const st
   }
   if (count == 0) return true;
   if (message) {
-    *message = std::to_string(count) + " of " + std::to_string(a.size()) + " elements beyond the bound; worst at " + std::to_string(worst) +
-               ": got " + std::to_string(a[worst]) + ", expected " + std::to_string(b[worst]) + " +- " + std::to_string(bound[worst]);
+    *message = std::to_string(count) + " of " + std::to_string(a.size()) + " elements beyond the bound; worst at " +
+               std::to_string(worst) + ": got " + std::to_string(a[worst]) + ", expected " + std::to_string(b[worst]) +
+               " +- " + std::to_string(bound[worst]);
   }
   return false;
 }

@@ -24,15 +24,17 @@ Tensor to_float64(const Tensor& t, StreamRef stream);
 Tensor convert(const Tensor& t, DType dtype, StreamRef from, StreamRef to);
 
 struct Difference {
-  double max_absolute = 0;  ///< max |a - b|; infinity when one is NaN and the other is not, or shapes differ
-  double max_reference = 0;  ///< max |b|
+  double max_absolute = 0;        ///< max |a - b|; infinity when one is NaN and the other is not, or shapes differ
+  double max_reference = 0;       ///< max |b|
   double relative_frobenius = 0;  ///< ||a - b|| / ||b||
-  std::int64_t exceeding = 0;  ///< elements beyond the bound, for within()
+  std::int64_t exceeding = 0;     ///< elements beyond the bound, for within()
 };
 Difference difference(const std::vector<double>& a, const std::vector<double>& b);
 
-/// True when |a - b| <= bound elementwise (NaN equals NaN; infinities must match); on failure `message` tells the worst element.
-bool within(const std::vector<double>& a, const std::vector<double>& b, const std::vector<double>& bound, std::string* message = nullptr);
+/// True when |a - b| <= bound elementwise (NaN equals NaN; infinities must match); on failure `message` tells the worst
+/// element.
+bool within(const std::vector<double>& a, const std::vector<double>& b, const std::vector<double>& bound,
+            std::string* message = nullptr);
 
 /// One ulp of the dtype at |x| (the spacing of its numbers there; the smallest subnormal at 0).
 double ulp(DType dtype, double x);

@@ -8,7 +8,8 @@
 
 namespace rowan::test {
 
-/// True when a [gpu] case can run; otherwise prints the line that ctest counts as a skip. Use: `if (!have_gpu()) return;`.
+/// True when a [gpu] case can run; otherwise prints the line that ctest counts as a skip. Use: `if (!have_gpu())
+/// return;`.
 inline bool have_gpu() {
   if (cuda_device_count() > 0) return true;
   std::puts("SKIPPED: no CUDA device");

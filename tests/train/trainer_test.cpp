@@ -35,7 +35,8 @@ struct Training {
     OptimizerOptions settings;
     settings.groups = default_groups(algorithm);
     optimizer = make_optimizer(settings, model.parameters(), stream);
-    trainer = std::make_unique<Trainer>(model, *optimizer, communicator, TrainerOptions{.learning_rate = rate, .schedule = {}}, stream);
+    trainer = std::make_unique<Trainer>(model, *optimizer, communicator,
+                                        TrainerOptions{.learning_rate = rate, .schedule = {}}, stream);
   }
 
   std::vector<double> weights() const {
@@ -91,8 +92,8 @@ void append_rule(HostBatch& batch, std::int32_t start, int length, int ignored =
 
 TEST_CASE("micro-batches of unequal size give the gradients and the loss of one batch") {
   std::vector<HostBatch> parts(2);
-  append_rule(parts[0], 1, 6, 4);   // 2 counted tokens
-  append_rule(parts[1], 7, 9);      // 9
+  append_rule(parts[0], 1, 6, 4);  // 2 counted tokens
+  append_rule(parts[1], 7, 9);     // 9
   HostBatch whole;
   append_rule(whole, 1, 6, 4);
   append_rule(whole, 7, 9);
@@ -105,7 +106,8 @@ TEST_CASE("micro-batches of unequal size give the gradients and the loss of one 
   const auto p = split.model.trainable_parameters(), q = joined.model.trainable_parameters();
   for (std::size_t i = 0; i < p.size(); ++i) {
     CAPTURE(p[i].name);
-    CHECK(test::difference(test::values(p[i].grad, StreamRef()), test::values(q[i].grad, StreamRef())).relative_frobenius < 1e-5);
+    CHECK(test::difference(test::values(p[i].grad, StreamRef()), test::values(q[i].grad, StreamRef()))
+              .relative_frobenius < 1e-5);
   }
 }
 
@@ -135,7 +137,8 @@ TEST_CASE("bad labels are refused before anything is changed") {
 
 namespace {
 
-double train_and_measure(const LlamaOptions& options, Algorithm algorithm, double rate, int steps, StreamRef stream, std::vector<double>* weights = nullptr) {
+double train_and_measure(const LlamaOptions& options, Algorithm algorithm, double rate, int steps, StreamRef stream,
+                         std::vector<double>* weights = nullptr) {
   Training training(options, algorithm, rate, stream);
   HostBatch batch;
   for (std::int32_t s = 0; s < 8; ++s) append_rule(batch, 4 * s, 12);

@@ -1,4 +1,5 @@
-// Stream-ordered memory, and adaptors that observe or restrict it. Behaviours stack: each adaptor wraps another allocator.
+// Stream-ordered memory, and adaptors that observe or restrict it. Behaviours stack: each adaptor wraps another
+// allocator.
 #pragma once
 
 #include <cstddef>
@@ -28,8 +29,8 @@ class Allocator {
 
 using AllocatorPtr = std::shared_ptr<Allocator>;
 
-/// The allocator that Tensor uses on a device. CPU: aligned host memory. CUDA: one stream-ordered pool a device that keeps freed
-/// memory (cudaMallocAsync with the release threshold at maximum).
+/// The allocator that Tensor uses on a device. CPU: aligned host memory. CUDA: one stream-ordered pool a device that
+/// keeps freed memory (cudaMallocAsync with the release threshold at maximum).
 AllocatorPtr current_allocator(Device device);
 
 /// Page-locked host memory for overlapping copies; plain host memory in a build without CUDA. Its device is the CPU.
@@ -47,7 +48,8 @@ class ScopedAllocator {
   AllocatorPtr previous_;
 };
 
-/// Names the allocations that this thread makes while it lives ("activations", "optimizer"); nests, the innermost counts.
+/// Names the allocations that this thread makes while it lives ("activations", "optimizer"); nests, the innermost
+/// counts.
 class AllocationLabel {
  public:
   explicit AllocationLabel(const char* label) noexcept;
@@ -115,8 +117,8 @@ class LimitingAllocator final : public Allocator {
   std::size_t bytes_ = 0;
 };
 
-/// Fills new memory with bytes that read as NaN in every floating type, and keeps guard zones on both sides that deallocate
-/// checks. For tests; `violations()` counts damaged guards.
+/// Fills new memory with bytes that read as NaN in every floating type, and keeps guard zones on both sides that
+/// deallocate checks. For tests; `violations()` counts damaged guards.
 class PoisonAllocator final : public Allocator {
  public:
   explicit PoisonAllocator(AllocatorPtr upstream);

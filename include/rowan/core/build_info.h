@@ -7,9 +7,9 @@ namespace rowan {
 
 struct BuildInfo {
   std::string version;
-  std::string cuda;            ///< toolkit version, empty in a build without CUDA
-  std::string nccl;            ///< empty in a build without NCCL
-  std::string blas;            ///< for example "OpenBLAS 0.3.21 (openmp)", empty when plain loops are used
+  std::string cuda;           ///< toolkit version, empty in a build without CUDA
+  std::string nccl;           ///< empty in a build without NCCL
+  std::string blas;           ///< for example "OpenBLAS 0.3.21 (openmp)", empty when plain loops are used
   std::string architectures;  ///< CUDA architectures compiled in
   std::string compiler;
 };

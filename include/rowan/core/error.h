@@ -24,7 +24,8 @@ enum class ErrorKind {
 const char* to_string(ErrorKind kind) noexcept;
 
 /// Thrown by every function of the library that fails. The message names the operation and both values:
-/// "rms_norm: expected weight of shape [64], got [32]". Unless a function says otherwise, a throw leaves all tensors untouched.
+/// "rms_norm: expected weight of shape [64], got [32]". Unless a function says otherwise, a throw leaves all tensors
+/// untouched.
 class Error : public std::runtime_error {
  public:
   Error(ErrorKind kind, const std::string& message) : std::runtime_error(message), kind_(kind) {}

@@ -9,11 +9,12 @@ namespace rowan {
 
 namespace detail {
 
-/// Nearest float below |x| in magnitude with the last bit set when inexact ("round to odd"): rounding the result once more to a
-/// format of at most 22 significand bits equals rounding x directly.
+/// Nearest float below |x| in magnitude with the last bit set when inexact ("round to odd"): rounding the result once
+/// more to a format of at most 22 significand bits equals rounding x directly.
 inline float round_to_odd(double x) noexcept {
   const float nearest = static_cast<float>(x);
-  if (!(std::isfinite(nearest)) && std::isfinite(x)) return nearest;  // beyond float's range: rounds to infinity in 16 bits too
+  if (!(std::isfinite(nearest)) && std::isfinite(x))
+    return nearest;  // beyond float's range: rounds to infinity in 16 bits too
   const double back = nearest;
   if (back == x || std::isnan(x)) return nearest;
   auto bits = std::bit_cast<std::uint32_t>(nearest);

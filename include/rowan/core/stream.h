@@ -1,5 +1,5 @@
-// Ordered queues of work and marks in them. The CPU stream is synchronous and answers the same calls, so that code above the
-// operations is written once for both devices.
+// Ordered queues of work and marks in them. The CPU stream is synchronous and answers the same calls, so that code
+// above the operations is written once for both devices.
 #pragma once
 
 #include "rowan/core/device.h"

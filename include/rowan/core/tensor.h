@@ -17,8 +17,8 @@
 
 namespace rowan {
 
-/// Owns one allocation and remembers the stream it was made on. The memory is returned in the order of that stream, after the
-/// events of every other stream that record_use named.
+/// Owns one allocation and remembers the stream it was made on. The memory is returned in the order of that stream,
+/// after the events of every other stream that record_use named.
 class Storage {
  public:
   Storage(std::size_t bytes, StreamRef stream);
@@ -44,8 +44,8 @@ class Storage {
   std::weak_ptr<void> slack_claim_;
 };
 
-/// Value type: shared storage + offset + shape + strides (in elements) + dtype. Copies and views share memory, const or not: a
-/// const Tensor& is an input by convention. Nothing copies silently.
+/// Value type: shared storage + offset + shape + strides (in elements) + dtype. Copies and views share memory, const or
+/// not: a const Tensor& is an input by convention. Nothing copies silently.
 class Tensor {
  public:
   /// Undefined: no storage. defined() is false and every other query but shape() (rank 0) throws.
@@ -55,8 +55,8 @@ class Tensor {
   static Tensor empty(const Shape& shape, DType dtype, StreamRef stream);
   /// Contiguous, all bytes zero.
   static Tensor zeros(const Shape& shape, DType dtype, StreamRef stream);
-  /// Rows (the last dimension) followed by at least `slack_cols` spare columns that with_slack can reach; the row stride is
-  /// round_up(cols + slack_cols, 64) elements. Rank >= 1. Uninitialised.
+  /// Rows (the last dimension) followed by at least `slack_cols` spare columns that with_slack can reach; the row
+  /// stride is round_up(cols + slack_cols, 64) elements. Rank >= 1. Uninitialised.
   static Tensor empty_with_slack(const Shape& shape, std::int64_t slack_cols, DType dtype, StreamRef stream);
   /// A contiguous copy of host values on the stream's device. The values may be dropped on return.
   template <class T>
@@ -67,7 +67,8 @@ class Tensor {
   static Tensor from_host(const Shape& shape, const std::vector<T>& values, StreamRef stream) {
     return from_host(shape, std::span<const T>(values), stream);
   }
-  static Tensor from_host_bytes(const Shape& shape, DType dtype, const void* values, std::size_t bytes, StreamRef stream);
+  static Tensor from_host_bytes(const Shape& shape, DType dtype, const void* values, std::size_t bytes,
+                                StreamRef stream);
 
   bool defined() const noexcept { return storage_ != nullptr; }
   const Shape& shape() const noexcept { return shape_; }
@@ -81,7 +82,8 @@ class Tensor {
   /// The stream the storage was allocated on.
   StreamRef stream() const;
   bool is_contiguous() const noexcept;
-  /// Spare columns behind each row (see empty_with_slack); 0 for every other tensor and for views that cut the last dimension.
+  /// Spare columns behind each row (see empty_with_slack); 0 for every other tensor and for views that cut the last
+  /// dimension.
   std::int64_t slack() const noexcept { return slack_; }
 
   /// Address of the first element. Throws InvalidArgument when T is not the dtype.
@@ -99,24 +101,26 @@ class Tensor {
   /// Index `i` of a dimension, which goes away.
   Tensor select(int dim, std::int64_t i) const;
   Tensor transpose(int dim_a, int dim_b) const;
-  /// The same elements in another shape of equal size, where strides allow it without a copy; otherwise throws InvalidArgument.
+  /// The same elements in another shape of equal size, where strides allow it without a copy; otherwise throws
+  /// InvalidArgument.
   Tensor reshape(const Shape& shape) const;
-  /// The first `columns` spare columns joined to each row: last extent grows by that much. Throws when slack() is smaller.
+  /// The first `columns` spare columns joined to each row: last extent grows by that much. Throws when slack() is
+  /// smaller.
   Tensor with_slack(std::int64_t columns) const;
   /// Only the first `columns` spare columns: shape [.., columns].
   Tensor slack_view(std::int64_t columns) const;
-  /// Marks the spare columns of this storage as taken for as long as the returned token lives: who stores something in them holds it.
-  /// Null while another token lives, and for a tensor without slack.
+  /// Marks the spare columns of this storage as taken for as long as the returned token lives: who stores something in
+  /// them holds it. Null while another token lives, and for a tensor without slack.
   std::shared_ptr<void> claim_slack() const;
 
   // Copies.
   /// A contiguous copy on the same device.
   Tensor clone(StreamRef stream) const;
-  /// A contiguous copy on a device (this tensor itself when it is already there). `stream` belongs to the CUDA side of the copy; a
-  /// result on the CPU is ready on return.
+  /// A contiguous copy on a device (this tensor itself when it is already there). `stream` belongs to the CUDA side of
+  /// the copy; a result on the CPU is ready on return.
   Tensor to(Device device, StreamRef stream) const;
-  /// Overwrites this tensor's elements with those of `source`: same shape and dtype, any strides, any two devices. Where one side
-  /// is the CPU the call returns when the copy is done.
+  /// Overwrites this tensor's elements with those of `source`: same shape and dtype, any strides, any two devices.
+  /// Where one side is the CPU the call returns when the copy is done.
   void copy_from(const Tensor& source, StreamRef stream) const;
   /// Sets every element to zero.
   void zero(StreamRef stream) const;

@@ -1,5 +1,5 @@
-// Decoder-only language models of the Llama family (Llama, Mistral, Qwen2, Qwen3), forward and backward, with LoRA on any of their
-// linear layers. Parameters carry the names of Transformers' checkpoints.
+// Decoder-only language models of the Llama family (Llama, Mistral, Qwen2, Qwen3), forward and backward, with LoRA on
+// any of their linear layers. Parameters carry the names of Transformers' checkpoints.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +21,8 @@ namespace rowan {
 struct TokenBatch {
   Tensor ids;        ///< int32 [M], each in [0, vocab_size)
   Tensor positions;  ///< int32 [M], position of each token in its own sequence, below max_position_embeddings
-  Tensor labels;     ///< int64 [M], the token that should follow; kIgnoredLabel counts for nothing. Undefined where no loss is asked for
+  Tensor labels;     ///< int64 [M], the token that should follow; kIgnoredLabel counts for nothing. Undefined where no
+                     ///< loss is asked for
   SequenceBatch sequences;
 };
 
@@ -33,34 +34,39 @@ struct HostBatch {
   std::vector<std::int32_t> starts{0};  ///< sequence s is [starts[s], starts[s + 1])
   std::int64_t max_length = 0;
 
-  /// Appends one sequence; labels may be empty (no loss) for all sequences or for none. Throws InvalidArgument otherwise.
+  /// Appends one sequence; labels may be empty (no loss) for all sequences or for none. Throws InvalidArgument
+  /// otherwise.
   void append(const std::vector<std::int32_t>& sequence, const std::vector<std::int64_t>& sequence_labels = {});
   std::int64_t tokens() const noexcept { return static_cast<std::int64_t>(ids.size()); }
   /// Labels that count for the loss.
   std::int64_t counted_tokens() const noexcept;
-  /// Copies to the stream's device. Throws InvalidArgument for ids or labels outside the vocabulary, which no kernel can report.
+  /// Copies to the stream's device. Throws InvalidArgument for ids or labels outside the vocabulary, which no kernel
+  /// can report.
   TokenBatch to(std::int64_t vocab_size, StreamRef stream) const;
 };
 
 struct LlamaOptions {
   DType dtype = DType::kFloat32;  ///< of weights and activations
-  bool train_base = false;        ///< gradients of every weight; otherwise the base is frozen and only LoRA factors are trained
+  bool train_base =
+      false;  ///< gradients of every weight; otherwise the base is frozen and only LoRA factors are trained
   /// LoRA of a linear layer by its module path ("model.layers.0.self_attn.q_proj"); empty function or nullopt: none.
   std::function<std::optional<LoraConfig>(const std::string& module)> lora;
-  bool recompute = false;     ///< keep only each block's input, and run its forward again in backward: less memory, a third more work
-  std::uint64_t seed = 0;     ///< of dropout masks
+  bool recompute =
+      false;  ///< keep only each block's input, and run its forward again in backward: less memory, a third more work
+  std::uint64_t seed = 0;  ///< of dropout masks
 };
 
 class LlamaModel {
  public:
-  /// Makes the layers on the stream's device with uninitialised weights. Throws InvalidArgument for sizes that do not fit together and
-  /// Unsupported for what the family does not have.
+  /// Makes the layers on the stream's device with uninitialised weights. Throws InvalidArgument for sizes that do not
+  /// fit together and Unsupported for what the family does not have.
   LlamaModel(const ModelConfig& config, const LlamaOptions& options, StreamRef stream);
   ~LlamaModel();
   LlamaModel(LlamaModel&&) noexcept;
   LlamaModel& operator=(LlamaModel&&) noexcept;
 
-  /// Base weights as Transformers initialises them: normal with standard deviation `std` (norms one, biases zero). Same values on every device.
+  /// Base weights as Transformers initialises them: normal with standard deviation `std` (norms one, biases zero). Same
+  /// values on every device.
   void init_base(std::uint64_t seed, double std, StreamRef stream);
   /// LoRA factors as PEFT initialises them: A uniform in +-1/sqrt(in), B zero. Same values on every device.
   void init_adapter(std::uint64_t seed, StreamRef stream);
@@ -71,9 +77,10 @@ class LlamaModel {
   Tensor last_logits(const HostBatch& batch, StreamRef stream);
   /// loss_sum (float64 [1]) = sum of cross-entropies over counted tokens, in nats.
   void evaluate(const TokenBatch& batch, Tensor& loss_sum, StreamRef stream);
-  /// The same, and adds grad_scale times its gradient to every trainable parameter's grad. `dropout_step` must differ between calls that
-  /// should draw different masks; equal values draw equal masks.
-  void forward_backward(const TokenBatch& batch, double grad_scale, Tensor& loss_sum, StreamRef stream, std::uint64_t dropout_step = 0);
+  /// The same, and adds grad_scale times its gradient to every trainable parameter's grad. `dropout_step` must differ
+  /// between calls that should draw different masks; equal values draw equal masks.
+  void forward_backward(const TokenBatch& batch, double grad_scale, Tensor& loss_sum, StreamRef stream,
+                        std::uint64_t dropout_step = 0);
 
   /// Every tensor under its Hugging Face name, base first. Copies share memory with the model.
   const std::vector<Parameter>& parameters() const noexcept;

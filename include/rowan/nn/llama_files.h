@@ -12,22 +12,25 @@
 
 namespace rowan {
 
-/// Fills every base weight from the directory's tensors, each rounded to the model's dtype at most once. Throws Format naming the first
-/// tensor that is missing, of another shape, or of no use to the model (a tied lm_head and rotary buffers of old checkpoints are passed
-/// over), before anything is written; Io when reading fails.
+/// Fills every base weight from the directory's tensors, each rounded to the model's dtype at most once. Throws Format
+/// naming the first tensor that is missing, of another shape, or of no use to the model (a tied lm_head and rotary
+/// buffers of old checkpoints are passed over), before anything is written; Io when reading fails.
 void load_base(LlamaModel& model, const ModelFiles& files, StreamRef stream);
 
 /// Writes config.json and model.safetensors with the model's base weights in its dtype, atomically.
 void save_base(const std::filesystem::path& directory, const LlamaModel& model, StreamRef stream);
 
 /// What LlamaOptions::lora should be for an adapter configuration. Throws as resolve_targets.
-std::function<std::optional<LoraConfig>(const std::string&)> lora_for(const AdapterConfig& config, const ModelConfig& model);
+std::function<std::optional<LoraConfig>(const std::string&)> lora_for(const AdapterConfig& config,
+                                                                      const ModelConfig& model);
 
-/// Fills every LoRA factor. Throws as AdapterFiles::match, before anything is written. The model was made with lora_for(files.config()).
+/// Fills every LoRA factor. Throws as AdapterFiles::match, before anything is written. The model was made with
+/// lora_for(files.config()).
 void load_adapter(LlamaModel& model, const AdapterFiles& files, StreamRef stream);
 
 /// Writes the model's LoRA factors, in float32 whatever the model's dtype, as a PEFT directory, atomically.
-void save_adapter(const std::filesystem::path& directory, const LlamaModel& model, const AdapterConfig& config, StreamRef stream);
+void save_adapter(const std::filesystem::path& directory, const LlamaModel& model, const AdapterConfig& config,
+                  StreamRef stream);
 
 /// The linear layers that LoRA can sit on, with their sizes, in order.
 std::vector<LinearShape> linear_shapes(const ModelConfig& config);

@@ -10,10 +10,12 @@
 
 namespace rowan {
 
-/// Appends a row as one sequence, its labels moved to the token before them: the target of a token is the label of the next.
+/// Appends a row as one sequence, its labels moved to the token before them: the target of a token is the label of the
+/// next.
 void append_row(HostBatch& batch, const TokenRow& row);
 
-/// All rows in order, as many to a batch as fit in `max_tokens`; a longer row is a batch of its own. Rows are neither cut nor joined.
+/// All rows in order, as many to a batch as fit in `max_tokens`; a longer row is a batch of its own. Rows are neither
+/// cut nor joined.
 std::vector<HostBatch> batches_of(std::span<const TokenRow> rows, std::int64_t max_tokens);
 
 }  // namespace rowan

@@ -19,24 +19,25 @@ struct TrainerOptions {
 
 /// What one step did.
 struct TrainStep {
-  std::int64_t step = 0;            ///< attempted steps before this one
-  double loss = 0;                  ///< nats a counted token, mean over the whole step; 0 where none counts
+  std::int64_t step = 0;  ///< attempted steps before this one
+  double loss = 0;        ///< nats a counted token, mean over the whole step; 0 where none counts
   std::int64_t tokens = 0;
   std::int64_t counted_tokens = 0;  ///< labels that are not kIgnoredLabel
   double learning_rate = 0;
-  double gradient_norm = 0;         ///< before clipping
-  bool skipped = false;             ///< no counted token, or a gradient that is not finite: nothing but counters changed
-  double seconds = 0;               ///< wall time
+  double gradient_norm = 0;  ///< before clipping
+  bool skipped = false;      ///< no counted token, or a gradient that is not finite: nothing but counters changed
+  double seconds = 0;        ///< wall time
 };
 
-/// Trains a model with an optimizer: gradients of all micro-batches of a step are summed, normalised by the step's counted tokens, and
-/// the optimizer steps once. Model, optimizer and communicator outlive it.
+/// Trains a model with an optimizer: gradients of all micro-batches of a step are summed, normalised by the step's
+/// counted tokens, and the optimizer steps once. Model, optimizer and communicator outlive it.
 class Trainer {
  public:
-  Trainer(LlamaModel& model, Optimizer& optimizer, Communicator& communicator, const TrainerOptions& options, StreamRef stream);
+  Trainer(LlamaModel& model, Optimizer& optimizer, Communicator& communicator, const TrainerOptions& options,
+          StreamRef stream);
 
-  /// One optimizer step over micro-batches with labels. The loss equals the mean over all counted tokens however they are split.
-  /// Throws InvalidArgument for ids or labels outside the vocabulary before anything is changed.
+  /// One optimizer step over micro-batches with labels. The loss equals the mean over all counted tokens however they
+  /// are split. Throws InvalidArgument for ids or labels outside the vocabulary before anything is changed.
   TrainStep step(std::span<const HostBatch> micro_batches);
   TrainStep step(const HostBatch& batch) { return step(std::span(&batch, 1)); }
 
