@@ -12,8 +12,8 @@ struct DemoOptions {
   std::uint64_t seed = 1;
   std::string optimizer = "muown";  ///< muown, muon or adamw
   std::string device = "auto";
-  int pretrain_steps = 120;
-  int tune_steps = 80;
+  int pretrain_steps = 150;
+  int tune_steps = 100;
   std::optional<double>
       pretrain_learning_rate;  ///< of the optimizer's matrices and the rest alike; default by optimizer
   std::optional<double> tune_learning_rate;
