@@ -30,6 +30,11 @@ double round_to(DType dtype, double x) {
   }
 }
 
+/// A value that an operation computes and stores: CUDA computes in float32.
+double computed(DType dtype, double x, StreamRef stream) {
+  return round_to(dtype, stream.device().is_cuda() ? round_to(DType::kFloat32, x) : x);
+}
+
 Tensor make(const Shape& shape, const std::vector<double>& v, DType dtype, StreamRef stream) {
   return convert(Tensor::from_host(shape, v, StreamRef()), dtype, StreamRef(), stream);
 }
@@ -62,13 +67,12 @@ void check_fill_and_scale(DType dtype, StreamRef stream) {
   const Tensor source = random_normal({5, 12}, dtype, 1, stream);
   const std::vector<double> before = values(source, stream);
   std::vector<double> tripled = before;
-  for (double& x : tripled) x = round_to(dtype, 3 * x);
+  for (double& x : tripled) x = computed(dtype, 3 * x, stream);
   for (Tensor t : layouts(source, stream)) {
     scale(t, 3, stream);
     CHECK(values(t, stream) == tripled);
     fill(t, 0.1, stream);
-    CHECK(values(t, stream) ==
-          std::vector<double>(60, round_to(dtype, round_to(stream.device().is_cuda() ? DType::kFloat32 : dtype, 0.1))));
+    CHECK(values(t, stream) == std::vector<double>(60, computed(dtype, 0.1, stream)));
     fill(t, std::nan(""), stream);
     scale(t, 0, stream);
     CHECK(values(t, stream) == std::vector<double>(60, 0));
@@ -80,7 +84,7 @@ void check_add(DType dtype, StreamRef stream) {
     const Tensor a = random_normal({9, cols}, dtype, 1, stream), b = random_normal({9, cols}, dtype, 2, stream);
     std::vector<double> exact = values(a, stream);
     const std::vector<double> other = values(b, stream);
-    for (std::size_t i = 0; i < exact.size(); ++i) exact[i] = round_to(dtype, exact[i] + other[i]);
+    for (std::size_t i = 0; i < exact.size(); ++i) exact[i] = computed(dtype, exact[i] + other[i], stream);
     for (const Tensor& left : layouts(a, stream)) {
       for (const Tensor& right : layouts(b, stream)) {
         Tensor out = Tensor::empty({9, cols}, dtype, stream), in_place = left;
@@ -111,7 +115,7 @@ void check_row_vector(DType dtype, StreamRef stream) {
   const std::vector<double> before = values(y, stream), vector = values(bias, stream);
   std::vector<double> added = before, repeated = before;
   for (std::size_t i = 0; i < added.size(); ++i) {
-    added[i] = round_to(dtype, before[i] + vector[i % 37]);
+    added[i] = computed(dtype, before[i] + vector[i % 37], stream);
     repeated[i] = vector[i % 37];
   }
   for (Tensor t : layouts(y, stream)) {
