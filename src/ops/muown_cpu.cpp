@@ -20,7 +20,6 @@ struct Row {
 
 template <class T, bool kTransposed>
 Row<T, kTransposed> row_of(const MuownOperand& operand, const MuownShape& shape, std::int64_t row) {
-  if (!operand.data) return {};
   const std::int64_t batch = row / shape.neurons, neuron = row % shape.neurons;
   T* const matrix = static_cast<T*>(operand.data) + batch * operand.batch_stride;
   return {matrix + (kTransposed ? neuron : neuron * operand.line_stride), operand.line_stride};
@@ -55,7 +54,8 @@ void prepare_row(const MuownPrepareArguments& a, std::int64_t row) {
   const auto gradient = row_of<const T, kTransposed>(a.gradient, a.shape, row);
   const auto momentum = row_of<T, kTransposed>(a.momentum, a.shape, row);
   const auto update = row_of<U, kTransposed>(a.update, a.shape, row);
-  const auto direction = row_of<T, kTransposed>(a.direction, a.shape, row);
+  Row<T, kTransposed> direction;
+  if (a.direction.data) direction = row_of<T, kTransposed>(a.direction, a.shape, row);
 
   const double factor = detail::control_factor(a.control);
   const double magnitude = detail::guarded_magnitude(at<T>(a.magnitude, row), static_cast<T>(a.epsilon));

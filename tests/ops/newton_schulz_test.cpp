@@ -212,7 +212,7 @@ Tensor run_gram_float16(const Tensor& u, StreamRef stream) {
   const Tensor inverse = Tensor::from_host({1}, Values{1 / (std::sqrt(square_sum) + 1e-7)}, stream);
   NewtonSchulzSteps steps;
   for (steps.count = 0; steps.count < 5; ++steps.count) steps.step[steps.count] = {};
-  const Tensor out = Tensor::empty(u.shape(), DType::kFloat32, stream);
+  Tensor out = Tensor::empty(u.shape(), DType::kFloat32, stream);
   detail::newton_schulz_gram(matrix(u), matrix(out), inverse, steps, {}, stream);
   return out;
 }
