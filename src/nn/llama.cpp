@@ -141,6 +141,10 @@ Tensor LlamaModel::Layers::run(const TokenBatch& batch, std::vector<LlamaBlock::
   detail::require(batch.sequences.max_length <= config.max_position_embeddings,
                   "LlamaModel: expected sequences of at most {} tokens (max_position_embeddings), got {}",
                   config.max_position_embeddings, batch.sequences.max_length);
+  detail::require(
+      config.sliding_window == 0 || batch.sequences.max_length <= config.sliding_window,
+      "LlamaModel: expected sequences of at most {} tokens (sliding_window, whose windows are not computed), got {}",
+      config.sliding_window, batch.sequences.max_length);
   const AllocationLabel label("activations");
   Tensor x = embed(batch, stream);
   for (std::size_t i = 0; i < blocks.size(); ++i) {

@@ -262,6 +262,72 @@ TEST_CASE("token ids, labels and lengths outside the model are refused by value"
   CHECK_THROWS_AS(model.logits(longer.to(11, stream), stream), Error);
 }
 
+TEST_CASE("sequences longer than the sliding window are refused, shorter ones are not") {
+  const StreamRef stream;
+  ModelConfig config = tiny_config("MistralForCausalLM");
+  config.sliding_window = 4;
+  LlamaModel model(config, {}, stream);
+  model.init_base(1, 0.1, stream);
+  HostBatch fits, longer;
+  fits.append({1, 2, 3, 4});
+  longer.append({1, 2, 3, 4, 5});
+  CHECK(model.logits(fits.to(11, stream), stream).size(0) == 4);
+  CHECK_THROWS_AS(model.logits(longer.to(11, stream), stream), Error);
+}
+
+TEST_CASE("separate layers on one x with spare columns keep an S each") {
+  const StreamRef stream;
+  const auto make = [&](const std::string& name, std::uint64_t seed) {
+    LinearPart part;
+    part.name = name;
+    part.out_features = 6;
+    part.lora = LoraConfig{};
+    part.lora->rank = 3;
+    part.lora->alpha = 6;
+    LoraLinear layer(8, {part}, DType::kFloat64, false, stream);
+    for (const Parameter& p : layer.parameters()) {
+      p.value.copy_from(test::random_normal(p.value.shape(), DType::kFloat64, ++seed, stream), stream);
+    }
+    return layer;
+  };
+  const Tensor values_of_x = test::random_normal({5, 8}, DType::kFloat64, 1, stream);
+  const Tensor dy = test::random_normal({5, 6}, DType::kFloat64, 2, stream);
+  const auto fresh_x = [&] {
+    const Tensor x = Tensor::empty_with_slack({5, 8}, 64, DType::kFloat64, stream);
+    x.copy_from(values_of_x, stream);
+    return x;
+  };
+  const auto grads = [&](const LoraLinear& layer) {
+    std::vector<double> all;
+    for (const Parameter& p : layer.parameters()) {
+      if (!p.trainable) continue;
+      const auto more = test::values(p.grad, stream);
+      all.insert(all.end(), more.begin(), more.end());
+    }
+    return all;
+  };
+  std::vector<std::vector<double>> expected;
+  for (const std::uint64_t seed : {10, 20, 30}) {  // each alone on an x of its own
+    const LoraLinear layer = make("alone", seed);
+    LoraLinearContext context;
+    Tensor y = Tensor::empty({5, 6}, DType::kFloat64, stream);
+    layer.forward(fresh_x(), y, context, stream);
+    layer.backward(dy, context, nullptr, stream);
+    expected.push_back(grads(layer));
+  }
+  const Tensor shared = fresh_x();
+  std::vector<LoraLinear> layers{make("q", 10), make("k", 20), make("v", 30)};
+  std::vector<LoraLinearContext> contexts(3);
+  for (std::size_t i = 0; i < 3; ++i) {
+    Tensor y = Tensor::empty({5, 6}, DType::kFloat64, stream);
+    layers[i].forward(shared, y, contexts[i], stream);
+  }
+  for (const std::size_t i : {1, 0, 2}) {
+    layers[i].backward(dy, contexts[i], nullptr, stream);
+    CHECK(test::difference(grads(layers[i]), expected[i]).relative_frobenius < 1e-14);
+  }
+}
+
 TEST_CASE("a frozen model makes no gradient of a base weight, and slack full of NaN harms nothing") {
   const auto poison = std::make_shared<PoisonAllocator>(current_allocator(Device::cpu()));
   const ScopedAllocator scope(poison);
