@@ -3,6 +3,7 @@
 #include <exception>
 #include <iostream>
 #include <new>
+#include <string>
 
 #include "demo.h"
 #include "eval.h"
@@ -18,15 +19,25 @@ constexpr const char* kFooter =
     "memory,\n"
     "130 or 143 interrupted.";
 
+/// CLI11 alone would wrap -1 and 2^64 around.
+std::string check_seed(const std::string& text) {
+  const bool digits = !text.empty() && text.find_first_not_of("0123456789") == std::string::npos;
+  return digits && text.size() <= 18 ? "" : "expected a whole number from 0 to 10^18 - 1, got " + text;
+}
+
+std::string check_not_empty(const std::string& text) { return text.empty() ? "expected a name, got nothing" : ""; }
+
 void add_demo(CLI::App& program, rowan::app::DemoOptions& options) {
   CLI::App* demo = program.add_subcommand(
       "demo", "Pre-train a small Llama, fine-tune LoRA on it with Muown, and show what it learned");
   demo->add_option("--out", options.out,
                    "Directory of the run: configuration, metrics, curve, base model and adapter; files of an earlier "
                    "demo there are replaced")
+      ->check(check_not_empty)
       ->capture_default_str();
   demo->add_option("--seed", options.seed,
                    "Seed of texts, weights and samples: one seed, device and build give the same bits")
+      ->check(check_seed)
       ->capture_default_str();
   demo->add_option("--optimizer", options.optimizer, "Optimizer of matrices and LoRA factors; the rest takes AdamW")
       ->check(CLI::IsMember({"muown", "muon", "adamw"}))

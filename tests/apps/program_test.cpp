@@ -139,7 +139,11 @@ TEST_CASE("wrong options end with status 2 and name what was wrong") {
   CHECK(device.status == 2);
   CHECK(device.err.find("gpu") != std::string::npos);
   CHECK(run_program(scratch, "demo --pretrain-steps 0").status == 2);
-  CHECK(run_program(scratch, "demo --seed x").status == 2);
+  for (const char* seed : {"x", "-1", "18446744073709551616", "1.5"}) {
+    CAPTURE(seed);
+    CHECK(run_program(scratch, std::string("demo --seed ") + seed).status == 2);
+  }
+  CHECK(run_program(scratch, "demo --out ''").status == 2);
   if (cuda_device_count() == 0) {
     const Outcome cuda = run_program(scratch, "demo --device cuda");
     CHECK(cuda.status == 2);
