@@ -2,6 +2,7 @@
 #include <initializer_list>
 
 #include "core/cuda_check.h"
+#include "ops/block_sum.cuh"
 #include "ops/device_types.cuh"
 #include "ops/elementwise_backend.h"
 
@@ -155,18 +156,6 @@ __global__ void __launch_bounds__(kThreads)
   out[col] = beta == 0 ? sum : beta * out[col] + sum;
 }
 
-/// Sum over the block in a fixed tree; valid in thread 0.
-__device__ double block_sum(double value) {
-  __shared__ double shared[kThreads];
-  shared[threadIdx.x] = value;
-  __syncthreads();
-  for (int half = kThreads / 2; half > 0; half /= 2) {
-    if (threadIdx.x < half) shared[threadIdx.x] += shared[threadIdx.x + half];
-    __syncthreads();
-  }
-  return shared[0];
-}
-
 template <class T>
 __global__ void __launch_bounds__(kThreads) sum_kernel(MatrixRef x, Grid grid, double* partial) {
   const std::int64_t begin = static_cast<std::int64_t>(blockIdx.x) * kSumChunk,
@@ -177,14 +166,14 @@ __global__ void __launch_bounds__(kThreads) sum_kernel(MatrixRef x, Grid grid, d
     locate(grid, i, &row, &col);
     sum += to_float(*address<T, 1>(x, row, col));
   }
-  sum = block_sum(sum);
+  sum = block_sum<kThreads>(sum);
   if (threadIdx.x == 0) partial[blockIdx.x] = sum;
 }
 
 __global__ void __launch_bounds__(kThreads) finish_sum_kernel(const double* partial, std::int64_t chunks, double* out) {
   double sum = 0;
   for (std::int64_t i = threadIdx.x; i < chunks; i += kThreads) sum += partial[i];
-  sum = block_sum(sum);
+  sum = block_sum<kThreads>(sum);
   if (threadIdx.x == 0) *out = sum;
 }
 

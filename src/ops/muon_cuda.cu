@@ -1,9 +1,7 @@
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <algorithm>
 
 #include "core/cuda_check.h"
+#include "ops/device_types.cuh"
 #include "ops/muon_backend.h"
 #include "ops/piece_search.cuh"
 #include "rowan/ops/step_control.h"
@@ -16,8 +14,6 @@ constexpr int kThreads = 256;
 
 __device__ bool skipped(const double* control) { return control != nullptr && control[StepControl::kSkip] != 0; }
 
-__device__ float to_float(float x) { return x; }
-__device__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
 __device__ void store(float* to, float x) { *to = x; }
 __device__ void store(__nv_bfloat16* to, float x) { *to = __float2bfloat16_rn(x); }
 

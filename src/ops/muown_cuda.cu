@@ -1,11 +1,10 @@
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
+// The row kernels of Muown, one set for each layout.
 #include <algorithm>
 #include <cstddef>
 #include <type_traits>
 
 #include "core/cuda_check.h"
+#include "ops/device_types.cuh"
 #include "ops/muown_backend.h"
 
 namespace rowan::cuda {
@@ -19,19 +18,6 @@ using detail::RowPlan;
 using detail::RowState;
 
 constexpr int kWarp = 32;
-
-__device__ float to_float(float x) { return x; }
-__device__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
-template <class T>
-__device__ T from_float(float x) {
-  if constexpr (std::is_same_v<T, float>) {
-    return x;
-  } else if constexpr (std::is_same_v<T, __half>) {
-    return __float2half_rn(x);
-  } else {
-    return __float2bfloat16_rn(x);
-  }
-}
 
 /// The larger magnitude; NaN wins.
 __device__ float larger(float a, float b) { return (b > a || isnan(b)) ? b : a; }

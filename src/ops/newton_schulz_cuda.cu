@@ -1,10 +1,10 @@
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
+// The parts of Newton-Schulz that are not products: norms, scaling, triangles, and the whole of the skinny path.
 #include <algorithm>
 #include <type_traits>
 
 #include "core/cuda_check.h"
+#include "ops/block_sum.cuh"
+#include "ops/device_types.cuh"
 #include "ops/newton_schulz_backend.h"
 
 namespace rowan::cuda {
@@ -12,28 +12,6 @@ namespace rowan::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-
-template <class T>
-__device__ float to_float(T x) {
-  if constexpr (std::is_same_v<T, float>) {
-    return x;
-  } else if constexpr (std::is_same_v<T, __half>) {
-    return __half2float(x);
-  } else {
-    return __bfloat162float(x);
-  }
-}
-
-template <class T>
-__device__ T from_float(float x) {
-  if constexpr (std::is_same_v<T, float>) {
-    return x;
-  } else if constexpr (std::is_same_v<T, __half>) {
-    return __float2half_rn(x);
-  } else {
-    return __float2bfloat16_rn(x);
-  }
-}
 
 /// Calls f with a value of the element type.
 template <class F>
@@ -50,18 +28,6 @@ void with_type(DType dtype, F&& f) {
 template <class T>
 __device__ T* row_of(const NewtonSchulzMatrix& m, std::int64_t batch, std::int64_t row) {
   return static_cast<T*>(m.data) + batch * m.batch_stride + row * m.row_stride;
-}
-
-/// Sum over the block in a fixed tree; the result is valid in every thread.
-__device__ double block_sum(double value) {
-  __shared__ double shared[kThreads];
-  shared[threadIdx.x] = value;
-  __syncthreads();
-  for (int half = kThreads / 2; half > 0; half /= 2) {
-    if (threadIdx.x < half) shared[threadIdx.x] += shared[threadIdx.x + half];
-    __syncthreads();
-  }
-  return shared[0];
 }
 
 // ---- norms
@@ -82,7 +48,7 @@ __global__ void __launch_bounds__(kThreads)
     const double x = to_float(row_of<const T>(u, batch, row)[i - row * u.cols]);
     sum += x * x;
   }
-  sum = block_sum(sum);
+  sum = block_sum<kThreads>(sum);
   if (threadIdx.x == 0) partials[blockIdx.x] = sum;
 }
 
@@ -90,7 +56,7 @@ __global__ void __launch_bounds__(kThreads) invert_norms(const InverseNormArgume
   const double* const sums = n.square_sums + blockIdx.x * n.square_sum_stride;
   double sum = 0;
   for (std::int64_t i = threadIdx.x; i < n.square_sum_count; i += kThreads) sum += sums[i];
-  sum = block_sum(sum);
+  sum = block_sum<kThreads>(sum);
   if (threadIdx.x == 0) n.inverse[blockIdx.x] = detail::inverse_norm(sum, n.factor, n.epsilon, n.round_to_bfloat16);
 }
 

@@ -1,6 +1,7 @@
 #include <algorithm>
 
 #include "core/cuda_check.h"
+#include "ops/block_sum.cuh"
 #include "ops/piece_search.cuh"
 #include "ops/step_control_backend.h"
 #include "ops/step_control_math.h"
@@ -10,18 +11,6 @@ namespace rowan::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-
-/// Sum over the block in a fixed tree; the result is valid in thread 0.
-__device__ double block_sum(double value) {
-  __shared__ double shared[kThreads];
-  shared[threadIdx.x] = value;
-  __syncthreads();
-  for (int half = kThreads / 2; half > 0; half /= 2) {
-    if (threadIdx.x < half) shared[threadIdx.x] += shared[threadIdx.x + half];
-    __syncthreads();
-  }
-  return shared[0];
-}
 
 __global__ void __launch_bounds__(kThreads)
     square_sum_kernel(const SquareSumPiece* pieces, std::int64_t piece_count, double* partial) {
@@ -37,7 +26,7 @@ __global__ void __launch_bounds__(kThreads)
       sum += g * g;
     }
   }
-  sum = block_sum(sum);
+  sum = block_sum<kThreads>(sum);
   if (threadIdx.x == 0) partial[chunk] = sum;
 }
 
@@ -45,7 +34,7 @@ __global__ void __launch_bounds__(kThreads)
     total_kernel(const double* partial, std::int64_t chunks, double* control, bool accumulate) {
   double sum = 0;
   for (std::int64_t c = threadIdx.x; c < chunks; c += kThreads) sum += partial[c];
-  sum = block_sum(sum);
+  sum = block_sum<kThreads>(sum);
   if (threadIdx.x == 0) control[StepControl::kSquareSum] = (accumulate ? control[StepControl::kSquareSum] : 0.0) + sum;
 }
 
