@@ -1,7 +1,6 @@
 #include "rowan/nn/llama.h"
 
 #include <algorithm>
-#include <cmath>
 #include <utility>
 
 #include "core/check.h"
@@ -215,15 +214,11 @@ void LlamaModel::init_base(std::uint64_t seed, double std, StreamRef stream) {
 
 void LlamaModel::init_adapter(std::uint64_t seed, StreamRef stream) {
   std::uint64_t index = 0;
-  for (const Parameter& p : layers_->parameters) {
-    Rng rng(seed, index++);
-    std::vector<double> values(static_cast<std::size_t>(p.value.elements()), 0.0);
-    if (p.role == Parameter::Role::kLoraA) {
-      const double bound =
-          1.0 / std::sqrt(static_cast<double>(p.value.size(1)));  // Kaiming uniform with a = sqrt(5), as nn.Linear
-      for (double& v : values) v = bound * (2 * rng.uniform() - 1);
-    }
-    if (p.role == Parameter::Role::kLoraA || p.role == Parameter::Role::kLoraB) detail::assign(p, values, stream);
+  for (LlamaBlock& block : layers_->blocks) {
+    block.for_each_linear([&](LoraLinear& linear) {
+      Rng rng(seed, index++);
+      linear.init_adapter(rng, stream);
+    });
   }
 }
 

@@ -4,8 +4,7 @@
 #include <cmath>
 #include <utility>
 
-#include "core/check.h"
-#include "core/dispatch.h"
+#include "nn/host_values.h"
 #include "rowan/ops/attention.h"
 #include "rowan/ops/elementwise.h"
 #include "rowan/ops/rms_norm.h"
@@ -14,17 +13,8 @@
 namespace rowan::detail {
 
 void assign(const Parameter& parameter, const std::vector<double>& values, StreamRef stream) {
-  const auto write = [&](const Tensor& target) {
-    dispatch_floating(target.dtype(), [&](auto tag) {
-      using T = typename decltype(tag)::type;
-      std::vector<T> typed;
-      typed.reserve(values.size());
-      for (const double v : values) typed.push_back(convert<T>(v));
-      target.copy_from(Tensor::from_host(target.shape(), typed, StreamRef()), stream);
-    });
-  };
-  write(parameter.value);
-  if (parameter.has_own_master()) write(parameter.master);
+  write_values_to(parameter.value, values, stream);
+  if (parameter.has_own_master()) write_values_to(parameter.master, values, stream);
 }
 
 DenseWeight::DenseWeight(const std::string& name, const Shape& shape, Parameter::Role role, DType dtype, bool trainable,

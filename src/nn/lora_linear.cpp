@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "core/check.h"
+#include "nn/host_values.h"
 #include "ops/alias.h"
 #include "rowan/ops/elementwise.h"
 #include "rowan/ops/gemm.h"
@@ -31,14 +32,6 @@ void check_config(const LinearPart& part) {
   require(std::isfinite(lora.alpha), "{}: expected alpha to be set for {}, got {}", kOp, part.name, lora.alpha);
   require(lora.dropout >= 0 && lora.dropout <= 1, "{}: expected dropout in [0, 1] for {}, got {}", kOp, part.name,
           lora.dropout);
-}
-
-/// Writes host values to a matrix of any dtype and strides, rounded once.
-void write(const std::vector<double>& values, const Tensor& target, StreamRef stream) {
-  const Tensor host = Tensor::from_host(target.shape(), values, StreamRef());
-  Tensor rounded = Tensor::empty(target.shape(), target.dtype(), StreamRef());
-  cast(host, rounded, StreamRef());
-  target.copy_from(rounded, stream);
 }
 
 }  // namespace
@@ -331,8 +324,8 @@ void LoraLinear::init_adapter(Rng& rng, StreamRef stream) const {
     const Adapter& adapter = *part.adapter;
     std::vector<double> values(static_cast<std::size_t>(adapter.a.elements()));
     for (double& value : values) value = bound * (2 * rng.uniform() - 1);
-    write(values, adapter.a_master, stream);
-    write(values, adapter.a, stream);
+    detail::write_values_to(adapter.a_master, values, stream);
+    detail::write_values_to(adapter.a, values, stream);
     adapter.b_master.zero(stream);
     adapter.b.zero(stream);
   }
