@@ -8,6 +8,7 @@
 #include <filesystem>
 #include <iostream>
 #include <nlohmann/json.hpp>
+#include <stdexcept>
 #include <string_view>
 #include <vector>
 
@@ -127,7 +128,7 @@ void train(Run& run, const char* stage, LlamaModel& model, const std::vector<Hos
   for (const HostBatch& batch : batches) {
     const TrainStep step = trainer.step(batch);
     if (!std::isfinite(step.loss))
-      throw Error(ErrorKind::kInvalidArgument, fmt::format("demo: the loss of step {} is not finite", step.step));
+      throw std::runtime_error(fmt::format("demo: the loss of step {} of {} is not finite", step.step, stage));
     run.steps.push_back(static_cast<double>(run.steps.size()));
     run.losses.push_back(step.loss);
     run.metrics.write({{"stage", std::string(stage)},
@@ -142,10 +143,6 @@ void train(Run& run, const char* stage, LlamaModel& model, const std::vector<Hos
   }
   progress.close();
 }
-
-}  // namespace
-
-namespace {
 
 using Clock = std::chrono::steady_clock;
 double seconds_since(Clock::time_point begin) { return std::chrono::duration<double>(Clock::now() - begin).count(); }
