@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "io/input_file.h"
+#include "io/sync.h"
 #include "rowan/core/error.h"
 
 namespace rowan {
@@ -58,17 +59,15 @@ std::filesystem::path follow_links(std::filesystem::path path) {
   return path;
 }
 
-/// A rename is on disk only when its directory is.
-void sync_directory(const std::filesystem::path& directory) {
-  const int descriptor = ::open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  if (descriptor < 0) fail_system(directory, "open", errno);
+}  // namespace
+
+void detail::sync_to_disk(const std::filesystem::path& path) {
+  const int descriptor = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  if (descriptor < 0) fail_system(path, "open", errno);
   const int error = ::fsync(descriptor) != 0 ? errno : 0;
   ::close(descriptor);
-  if (error != 0 && error != EINVAL)
-    fail_system(directory, "sync", error);  // EINVAL: this file system does not offer it
+  if (error != 0 && error != EINVAL) fail_system(path, "sync", error);  // EINVAL: this file system does not offer it
 }
-
-}  // namespace
 
 AtomicFile::AtomicFile(const std::filesystem::path& path) : target_(follow_links(path)) {
   struct stat status {};
@@ -117,7 +116,7 @@ void AtomicFile::commit() {
   if (device) return;
   if (::rename(temporary_.c_str(), target_.c_str()) != 0) fail_system(target_, "replace", errno);
   temporary_.clear();
-  sync_directory(directory_of(target_));
+  detail::sync_to_disk(directory_of(target_));
 }
 
 void write_text_file(const std::filesystem::path& path, std::string_view text) {

@@ -28,19 +28,19 @@ struct CheckpointInfo {
   std::int64_t world_size = 1;      ///< ranks of the run
   std::vector<CheckpointShard> shards;
   /// What the run is made from and with: names and values ("base_model", "data", "lora_r"). A run that goes on must be
-  /// the same in all of them; see require_same_identity.
+  /// the same in all of them; see changed_identity.
   std::map<std::string, std::string> identity;
-  /// Where the run stands: integers ("dropout_step", "epoch") and finite numbers ("best_eval_loss").
+  /// Where the run stands: counts ("dropout_step", "epoch") and finite numbers ("best_eval_loss").
   std::map<std::string, std::uint64_t> counters;
   std::map<std::string, double> numbers;
 };
 
 /// Writes ROOT/checkpoint-STEP and returns its path. `write_files` is called with a hidden directory beside it and puts
-/// files there (a PEFT adapter, an optimizer's state); a manifest with the size and XXH64 of each is written last,
-/// everything is synced to disk, and a rename makes the checkpoint appear, in the place of one of the same step. An
-/// error or a kill at any moment leaves the checkpoints that were there; at worst a hidden directory stays, which the
-/// next save removes. One process saves to one ROOT at a time. Throws Io, also where the disk is full, and whatever
-/// `write_files` throws; InvalidArgument for a negative step or a number that is not finite.
+/// files there, no directories (a PEFT adapter, an optimizer's state); a manifest with the size and XXH64 of each is
+/// written last, everything is synced to disk, and a rename makes the checkpoint appear, in the place of one of the
+/// same step. An error or a kill at any moment leaves the checkpoints that were there; at worst a hidden directory
+/// stays, which the next save removes. One process saves to one ROOT at a time. Throws Io, also where the disk is full,
+/// and whatever `write_files` throws; InvalidArgument for a negative step or a number that is not finite.
 std::filesystem::path save_checkpoint(const std::filesystem::path& root, const CheckpointInfo& info,
                                       const std::function<void(const std::filesystem::path& directory)>& write_files);
 
@@ -51,7 +51,7 @@ struct Checkpoint {
 };
 
 /// Reads a checkpoint's manifest and every byte of its files. Throws Io where one cannot be read; Format naming the
-/// file that is missing, left over, of another size or another hash, and a manifest that is malformed, changed or of
+/// file that is missing, of another size or another hash, and a manifest that is malformed, changed or of
 /// another version. No path from the manifest leads out of the directory.
 Checkpoint open_checkpoint(const std::filesystem::path& directory);
 
