@@ -13,7 +13,7 @@
 #include <utility>
 
 #include "io/input_file.h"
-#include "io/sync.h"
+#include "io/sync_directory.h"
 #include "rowan/core/error.h"
 
 namespace rowan {
@@ -61,12 +61,13 @@ std::filesystem::path follow_links(std::filesystem::path path) {
 
 }  // namespace
 
-void detail::sync_to_disk(const std::filesystem::path& path) {
-  const int descriptor = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
-  if (descriptor < 0) fail_system(path, "open", errno);
+void detail::sync_directory(const std::filesystem::path& directory) {
+  const int descriptor = ::open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (descriptor < 0) fail_system(directory, "open", errno);
   const int error = ::fsync(descriptor) != 0 ? errno : 0;
   ::close(descriptor);
-  if (error != 0 && error != EINVAL) fail_system(path, "sync", error);  // EINVAL: this file system does not offer it
+  if (error != 0 && error != EINVAL)
+    fail_system(directory, "sync", error);  // EINVAL: this file system does not offer it
 }
 
 AtomicFile::AtomicFile(const std::filesystem::path& path) : target_(follow_links(path)) {
@@ -116,7 +117,7 @@ void AtomicFile::commit() {
   if (device) return;
   if (::rename(temporary_.c_str(), target_.c_str()) != 0) fail_system(target_, "replace", errno);
   temporary_.clear();
-  detail::sync_to_disk(directory_of(target_));
+  detail::sync_directory(directory_of(target_));
 }
 
 void write_text_file(const std::filesystem::path& path, std::string_view text) {

@@ -14,7 +14,7 @@
 #include "core/check.h"
 #include "io/input_file.h"
 #include "io/json.h"
-#include "io/sync.h"
+#include "io/sync_directory.h"
 #include "io/xxh64.h"
 #include "rowan/io/atomic_file.h"
 
@@ -215,11 +215,10 @@ void put_in_place(const fs::path& fresh, const fs::path& target) {
   }
 }
 
-std::vector<ListedFile> sync_and_list(const fs::path& directory) {
+std::vector<ListedFile> list_files(const fs::path& directory) {
   std::vector<ListedFile> files;
   for (const std::string& name : entries_of(directory)) {
     const fs::path path = directory / name;
-    detail::sync_to_disk(path);
     files.push_back({name, detail::InputFile(path).size(), fingerprint_of_file(path)});
   }
   return files;
@@ -266,9 +265,9 @@ fs::path save_checkpoint(const fs::path& root, const CheckpointInfo& info,
   const fs::path target = root / name_of(info.step);
   const TemporaryDirectory fresh(root / fmt::format(".{}.tmp", target.filename().string()));
   write_files(fresh.path());
-  write_text_file(fresh.path() / kManifest, manifest_text(info, sync_and_list(fresh.path())));
+  write_text_file(fresh.path() / kManifest, manifest_text(info, list_files(fresh.path())));
   put_in_place(fresh.path(), target);
-  detail::sync_to_disk(root);
+  detail::sync_directory(root);
   return target;
 }
 

@@ -36,11 +36,11 @@ struct CheckpointInfo {
 };
 
 /// Writes ROOT/checkpoint-STEP and returns its path. `write_files` is called with a hidden directory beside it and puts
-/// files there, no directories (a PEFT adapter, an optimizer's state); a manifest with the size and XXH64 of each is
-/// written last, everything is synced to disk, and a rename makes the checkpoint appear, in the place of one of the
-/// same step. An error or a kill at any moment leaves the checkpoints that were there; at worst a hidden directory
-/// stays, which the next save removes. One process saves to one ROOT at a time. Throws Io, also where the disk is full,
-/// and whatever `write_files` throws; InvalidArgument for a negative step or a number that is not finite.
+/// files there with AtomicFile, no directories (a PEFT adapter, an optimizer's state); a manifest with the size and
+/// XXH64 of each is written last, everything is synced to disk, and a rename makes the checkpoint appear, in the place
+/// of one of the same step. An error or a kill at any moment leaves the checkpoints that were there; at worst a hidden
+/// directory stays, which the next save removes. One process saves to one ROOT at a time. Throws Io, also where the
+/// disk is full, and whatever `write_files` throws; InvalidArgument for a negative step or a number that is not finite.
 std::filesystem::path save_checkpoint(const std::filesystem::path& root, const CheckpointInfo& info,
                                       const std::function<void(const std::filesystem::path& directory)>& write_files);
 
