@@ -7,9 +7,12 @@
 #include <nlohmann/json.hpp>
 
 #include "rowan/core/error.h"
+#include "rowan/io/atomic_file.h"
 
 namespace rowan {
 namespace {
+
+constexpr std::int64_t kMostBytes = std::int64_t{1} << 32;
 
 [[noreturn]] void fail(const std::filesystem::path& path, const std::string& what) {
   throw Error(ErrorKind::kIo, fmt::format("metrics: {}: {}", path.string(), what));
@@ -50,6 +53,19 @@ void MetricsWriter::write(const MetricRecord& record) {
   errno = 0;
   const bool stored = std::fwrite(text.data(), 1, text.size(), file_.get()) == text.size();
   if (std::fflush(file_.get()) != 0 || !stored) fail(path_, errno == 0 ? "write failed" : std::strerror(errno));
+}
+
+void drop_metrics_after(const std::filesystem::path& path, std::int64_t step) {
+  std::error_code error;
+  if (!std::filesystem::exists(path, error)) return;
+  const std::string text = read_text_file(path, kMostBytes);
+  std::size_t kept = 0;
+  for (std::size_t end = 0; (end = text.find('\n', kept)) != std::string::npos; kept = end + 1) {
+    const auto line = nlohmann::json::parse(text.data() + kept, text.data() + end, nullptr, false);
+    const auto at = line.is_object() ? line.find("step") : line.end();
+    if (at == line.end() || !at->is_number_integer() || at->get<std::int64_t>() > step) break;
+  }
+  if (kept < text.size()) write_text_file(path, std::string_view(text).substr(0, kept));
 }
 
 }  // namespace rowan
