@@ -45,6 +45,7 @@ int main(int argc, char** argv) {
       rowan::bench::bench_lora);
   add("muown", "Muown's row kernels, Newton-Schulz, whole optimizer steps", rowan::bench::bench_muown);
   add("step", "A fine-tuning step of a Llama of a billion parameters", rowan::bench::bench_step);
+  add("study", "Optimizers, routings and learning rates on the demo's two tasks", rowan::bench::bench_study);
   try {
     program.parse(argc, argv);
     return 0;
