@@ -192,11 +192,11 @@ StreamRef Tensor::stream() const {
 }
 
 bool Tensor::is_contiguous() const noexcept {
+  if (elements() == 0) return true;
   std::int64_t expected = 1;
   for (int d = rank() - 1; d >= 0; --d) {
     const auto i = static_cast<std::size_t>(d);
     const std::int64_t extent = shape_.extents()[i];
-    if (extent == 0) return true;
     if (extent != 1 && strides_[i] != expected) return false;
     expected *= extent;
   }

@@ -96,6 +96,19 @@ TEST_CASE("reshape splits and merges dimensions where strides allow it") {
   CHECK(Tensor::empty({0, 3}, DType::kFloat32, stream).reshape({3, 0, 2}).elements() == 0);
 }
 
+TEST_CASE("a tensor without elements is contiguous and takes any shape without elements, whatever its strides") {
+  const StreamRef stream;
+  for (const Shape& shape : {Shape{0, 3, 2}, Shape{3, 0, 2}, Shape{2, 3, 0}}) {
+    CAPTURE(to_string(shape));
+    const Tensor t = Tensor::empty_with_slack(shape, 8, DType::kFloat32, stream);
+    CHECK(t.is_contiguous());
+    for (const Shape& other : {Shape{0, 2}, Shape{6, 0}, Shape{0}, Shape{1, 0, 5}})
+      CHECK(t.reshape(other).shape() == other);
+    CHECK(t.to_vector<float>(stream).empty());
+  }
+  CHECK(counting({4, 6}, stream).transpose(0, 1).slice(1, 2, 2).reshape({3, 0}).elements() == 0);
+}
+
 TEST_CASE("slack columns belong to rows and only to whole rows") {
   const StreamRef stream;
   Tensor t = Tensor::empty_with_slack({3, 70}, 10, DType::kFloat32, stream);
