@@ -170,6 +170,30 @@ TEST_CASE("wrong uses of a tensor name what was expected") {
   }
 }
 
+TEST_CASE("a tensor of more bytes than there are addresses is out of memory, not a small one") {
+  constexpr std::int64_t kWraps = std::int64_t{1} << 61;  // times eight bytes: 2^64
+  const auto kind_of = [](const auto& make) {
+    try {
+      make();
+    } catch (const Error& error) {
+      return error.kind();
+    }
+    return rowan::ErrorKind::kInterrupted;
+  };
+  CHECK(kind_of([] { Tensor::empty({kWraps}, DType::kFloat64, StreamRef()); }) == rowan::ErrorKind::kOutOfMemory);
+  CHECK(kind_of([] { Tensor::empty({kWraps, 2}, DType::kBFloat16, StreamRef()); }) == rowan::ErrorKind::kOutOfMemory);
+  CHECK(kind_of([] {
+          Tensor::empty_with_slack({kWraps, 1}, 1, DType::kInt32, StreamRef());
+        }) == rowan::ErrorKind::kInvalidArgument);  // its shape with slack has no count
+  constexpr std::int64_t kSlack = std::numeric_limits<std::int64_t>::max() - 4;
+  CHECK(kind_of([] {
+          Tensor::empty_with_slack({2, 5}, kSlack, DType::kFloat32, StreamRef());
+        }) == rowan::ErrorKind::kInvalidArgument);
+  CHECK(kind_of([] {
+          Tensor::empty_with_slack({1, 5}, kSlack - 128, DType::kFloat32, StreamRef());
+        }) == rowan::ErrorKind::kOutOfMemory);
+}
+
 TEST_CASE("overlap is told by byte ranges within one storage") {
   const StreamRef stream;
   const Tensor t = counting({4, 4}, stream);
