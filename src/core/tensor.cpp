@@ -233,7 +233,7 @@ Tensor Tensor::slice(int dim, std::int64_t begin, std::int64_t end) const {
   view.shape_ = shape_.with(dim, end - begin);
   if (begin != end) view.offset_ += begin * stride(dim);
   const bool last = dim == -1 || dim == rank() - 1;
-  if (last && end != extent) view.slack_ = 0;
+  if (last && (end != extent || begin == end)) view.slack_ = 0;  // an empty view ends nowhere
   return view;
 }
 

@@ -124,6 +124,7 @@ TEST_CASE("slack columns belong to rows and only to whole rows") {
   CHECK(t.slice(0, 1, 3).slack() == 58);
   CHECK(t.slice(1, 60, 70).slack() == 58);
   CHECK(t.slice(1, 0, 60).slack() == 0);
+  CHECK(t.slice(1, 70, 70).slack() == 0);
   CHECK(t.transpose(0, 1).slack() == 0);
   CHECK(t.reshape({3, 7, 10}).slack() == 0);
   CHECK(t.reshape({1, 3, 70}).slack() == 58);
