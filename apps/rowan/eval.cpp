@@ -41,17 +41,23 @@ void run_eval(const EvalOptions& options) {
                                 std::max<std::int64_t>(row.input_ids[i], row.labels[i]), config.vocab_size));
       }
     }
-    if (static_cast<std::int64_t>(row.input_ids.size()) > config.max_position_embeddings) {
-      throw Error(ErrorKind::kFormat,
-                  fmt::format("{}: a row of {} tokens is longer than the model's max_position_embeddings {}",
-                              options.data, row.input_ids.size(), config.max_position_embeddings));
-    }
+    const auto length = static_cast<std::int64_t>(row.input_ids.size());
+    const auto refuse_beyond = [&](const char* limit, std::int64_t value) {
+      if (length <= value) return;
+      throw Error(ErrorKind::kFormat, fmt::format("{}: a row of {} tokens is longer than the model's {} {}",
+                                                  options.data, length, limit, value));
+    };
+    refuse_beyond("max_position_embeddings", config.max_position_embeddings);
+    if (config.sliding_window > 0) refuse_beyond("sliding_window", config.sliding_window);
   }
   LlamaOptions model_options;
   model_options.dtype = options.dtype.empty() ? config.dtype : parse_dtype(options.dtype);
   std::optional<AdapterFiles> adapter;
   if (!options.adapter.empty()) {
-    reading_input([&] { adapter.emplace(options.adapter); });
+    reading_input([&] {
+      adapter.emplace(options.adapter);
+      adapter->match(linear_shapes(config));  // before layers of the ranks that it asks for are made
+    });
     model_options.lora = lora_for(adapter->config(), config);
   }
   LlamaModel model(config, model_options, stream);
