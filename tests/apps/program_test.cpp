@@ -4,12 +4,13 @@
 #include <nlohmann/json.hpp>
 #include <string>
 
-#include "apps/run_program.h"
 #include "catch.h"
 #include "rowan/core/device.h"
 #include "support/files.h"
+#include "support/program.h"
 
 namespace rowan {
+
 using test::last_line;
 using test::Outcome;
 using test::program_is_built;
