@@ -9,6 +9,7 @@
 #include <optional>
 
 #include "exit_code.h"
+#include "options.h"
 #include "rowan/core/error.h"
 #include "rowan/nn/llama_files.h"
 #include "rowan/train/token_batches.h"
@@ -19,13 +20,6 @@ namespace rowan::app {
 namespace {
 
 constexpr std::int64_t kTokensPerBatch = 8192;
-
-DType parse_dtype(const std::string& name) {
-  for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
-    if (name == to_string(dtype)) return dtype;
-  }
-  throw Error(ErrorKind::kInvalidArgument, fmt::format("dtype: expected float32, bfloat16 or float16, got '{}'", name));
-}
 
 }  // namespace
 
@@ -51,7 +45,9 @@ void run_eval(const EvalOptions& options) {
     if (config.sliding_window > 0) refuse_beyond("sliding_window", config.sliding_window);
   }
   LlamaOptions model_options;
-  model_options.dtype = options.dtype.empty() ? config.dtype : parse_dtype(options.dtype);
+  model_options.dtype = options.dtype.empty()
+                            ? config.dtype
+                            : parse_dtype(options.dtype, {DType::kFloat32, DType::kBFloat16, DType::kFloat16});
   std::optional<AdapterFiles> adapter;
   if (!options.adapter.empty()) {
     reading_input([&] {

@@ -9,9 +9,11 @@
 #include <atomic>
 #include <cerrno>
 #include <utility>
+#include <vector>
 
 #include "io/file_size_signal.h"
 #include "io/input_file.h"
+#include "io/sync_directory.h"
 #include "rowan/core/error.h"
 
 namespace rowan {
@@ -35,8 +37,9 @@ std::filesystem::path follow_links(std::filesystem::path path) {
   return path;
 }
 
-/// A rename is on disk only when its directory is.
-void sync_directory(const std::filesystem::path& directory) {
+}  // namespace
+
+void detail::sync_directory(const std::filesystem::path& directory) {
   const int descriptor = ::open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   if (descriptor < 0) fail_system(directory, "open", errno);
   const int error = ::fsync(descriptor) != 0 ? errno : 0;
@@ -44,8 +47,6 @@ void sync_directory(const std::filesystem::path& directory) {
   if (error != 0 && error != EINVAL)
     fail_system(directory, "sync", error);  // EINVAL: this file system does not offer it
 }
-
-}  // namespace
 
 AtomicFile::AtomicFile(const std::filesystem::path& path) : target_(follow_links(path)) {
   struct stat status {};
@@ -94,7 +95,7 @@ void AtomicFile::commit() {
   if (device) return;
   if (::rename(temporary_.c_str(), target_.c_str()) != 0) fail_system(target_, "replace", errno);
   temporary_.clear();
-  sync_directory(directory_of(target_));
+  detail::sync_directory(directory_of(target_));
 }
 
 void write_text_file(const std::filesystem::path& path, std::string_view text) {
@@ -110,6 +111,25 @@ std::string read_text_file(const std::filesystem::path& path, std::int64_t max_b
   std::string text(static_cast<std::size_t>(file.size()), '\0');
   file.read_at(0, text.data(), file.size());
   return text;
+}
+
+void copy_file_atomically(const std::filesystem::path& from, const std::filesystem::path& to) {
+  const detail::InputFile source(from);
+  AtomicFile file(to);
+  detail::copy_bytes(source, 0, source.size(), file);
+  file.commit();
+}
+
+void detail::copy_bytes(const InputFile& source, std::int64_t offset, std::int64_t bytes, AtomicFile& to) {
+  constexpr std::int64_t kPiece = std::int64_t{4} << 20;
+  std::vector<char> buffer(static_cast<std::size_t>(std::min(bytes, kPiece)));
+  while (bytes > 0) {
+    const std::int64_t piece = std::min(bytes, kPiece);
+    source.read_at(offset, buffer.data(), piece);
+    to.write(buffer.data(), static_cast<std::size_t>(piece));
+    offset += piece;
+    bytes -= piece;
+  }
 }
 
 void make_directories(const std::filesystem::path& path) {

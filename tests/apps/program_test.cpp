@@ -1,6 +1,4 @@
 // The program as a user meets it: output, files, exit status.
-#include <sys/wait.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
@@ -11,33 +9,14 @@
 #include "catch.h"
 #include "rowan/core/device.h"
 #include "support/files.h"
+#include "support/program.h"
 
 namespace rowan {
-namespace {
 
-struct Outcome {
-  int status = 0;
-  std::string out, err;
-};
-
-Outcome run_program(const test::ScratchDirectory& scratch, const std::string& arguments) {
-  const std::string out = (scratch / "out.txt").string(), err = (scratch / "err.txt").string();
-  const std::string command =
-      "'" + std::string(ROWAN_TEST_PROGRAM) + "' " + arguments + " >'" + out + "' 2>'" + err + "' </dev/null";
-  const int status = std::system(command.c_str());
-  return {WIFEXITED(status) ? WEXITSTATUS(status) : -1, test::read_file(out), test::read_file(err)};
-}
-
-std::string last_line(const std::string& text) {
-  const std::size_t end = text.find_last_not_of('\n');
-  const std::size_t begin = text.find_last_of('\n', end);
-  return text.substr(begin == std::string::npos ? 0 : begin + 1,
-                     end - (begin == std::string::npos ? 0 : begin + 1) + 1);
-}
-
-bool program_is_built() { return std::string(ROWAN_TEST_PROGRAM).size() > 0; }
-
-}  // namespace
+using test::last_line;
+using test::Outcome;
+using test::program_is_built;
+using test::run_program;
 
 TEST_CASE("rowan demo writes its files, ends with one line of JSON, and repeats its bits") {
   REQUIRE(program_is_built());

@@ -1,4 +1,4 @@
-// What a run measured, one JSON object a line.
+// What a run measures, and where it goes.
 #pragma once
 
 #include <cstdint>
@@ -13,12 +13,28 @@
 namespace rowan {
 
 using MetricValue = std::variant<bool, std::int64_t, double, std::string>;
-/// Names and values of one line, in the order in which they are written: {{"step", 3}, {"loss", 0.25}}.
+/// Names and values measured at one time, in the order in which they are written: {{"step", 3}, {"loss", 0.25}}. A
+/// training run's records begin with "step" (int64, optimizer steps done); those of a step and those of an evaluation
+/// share no other name ("loss", "eval_loss").
 using MetricRecord = std::vector<std::pair<std::string, MetricValue>>;
+
+/// Takes what a run measures: a file, a display, a monitoring service. Called from one thread.
+class MetricsSink {
+ public:
+  virtual ~MetricsSink() = default;
+  MetricsSink(const MetricsSink&) = delete;
+  MetricsSink& operator=(const MetricsSink&) = delete;
+
+  /// Throws Io when the record could not be stored; the run then ends with that error.
+  virtual void write(const MetricRecord& record) = 0;
+
+ protected:
+  MetricsSink() = default;
+};
 
 /// Appends records to a JSON Lines file. A line is handed to the operating system whole before write() returns, so a
 /// reader sees every step at once and a killed run loses at most the line it was writing.
-class MetricsWriter {
+class MetricsWriter final : public MetricsSink {
  public:
   /// Opens `path`, which is made when it is missing. A last line without its newline, left by a run that was killed, is
   /// removed. Throws Io naming the file.
@@ -27,7 +43,7 @@ class MetricsWriter {
   /// A double is written with the fewest digits that read back to the same bits, NaN and infinities as null, a byte
   /// that is not UTF-8 as U+FFFD. Throws Io when the line could not be stored (nothing of it stays in the file),
   /// InvalidArgument when a name comes twice.
-  void write(const MetricRecord& record);
+  void write(const MetricRecord& record) override;
 
  private:
   struct Close {

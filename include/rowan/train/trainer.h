@@ -29,6 +29,12 @@ struct TrainStep {
   double seconds = 0;        ///< wall time
 };
 
+/// Where a trainer stands: all that a checkpoint keeps of it.
+struct TrainerState {
+  std::int64_t steps = 0;          ///< attempted
+  std::uint64_t dropout_step = 0;  ///< forward passes so far: each draws its own dropout masks
+};
+
 /// Trains a model with an optimizer: gradients of all micro-batches of a step are summed, normalised by the step's
 /// counted tokens, and the optimizer steps once. Model, optimizer and communicator outlive it.
 class Trainer {
@@ -45,6 +51,11 @@ class Trainer {
   double evaluate(std::span<const HostBatch> batches);
 
   std::int64_t steps() const noexcept { return step_; }
+  TrainerState state() const noexcept { return {step_, micro_step_}; }
+  void restore(const TrainerState& state) noexcept {
+    step_ = state.steps;
+    micro_step_ = state.dropout_step;
+  }
 
  private:
   LlamaModel& model_;
@@ -54,7 +65,7 @@ class Trainer {
   StreamRef stream_;
   std::vector<Parameter> parameters_;
   std::int64_t step_ = 0;
-  std::uint64_t micro_step_ = 0;  // forward passes so far: each draws its own dropout masks
+  std::uint64_t micro_step_ = 0;  // see TrainerState::dropout_step
 };
 
 /// Mean nats a counted token over all batches; NaN where none counts.
