@@ -9,6 +9,7 @@
 #include <optional>
 
 #include "exit_code.h"
+#include "options.h"
 #include "rowan/core/error.h"
 #include "rowan/nn/llama_files.h"
 #include "rowan/train/token_batches.h"
@@ -19,13 +20,6 @@ namespace rowan::app {
 namespace {
 
 constexpr std::int64_t kTokensPerBatch = 8192;
-
-DType parse_dtype(const std::string& name) {
-  for (const DType dtype : {DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
-    if (name == to_string(dtype)) return dtype;
-  }
-  throw Error(ErrorKind::kInvalidArgument, fmt::format("dtype: expected float32, bfloat16 or float16, got '{}'", name));
-}
 
 }  // namespace
 
@@ -41,17 +35,25 @@ void run_eval(const EvalOptions& options) {
                                 std::max<std::int64_t>(row.input_ids[i], row.labels[i]), config.vocab_size));
       }
     }
-    if (static_cast<std::int64_t>(row.input_ids.size()) > config.max_position_embeddings) {
-      throw Error(ErrorKind::kFormat,
-                  fmt::format("{}: a row of {} tokens is longer than the model's max_position_embeddings {}",
-                              options.data, row.input_ids.size(), config.max_position_embeddings));
-    }
+    const auto length = static_cast<std::int64_t>(row.input_ids.size());
+    const auto refuse_beyond = [&](const char* limit, std::int64_t value) {
+      if (length <= value) return;
+      throw Error(ErrorKind::kFormat, fmt::format("{}: a row of {} tokens is longer than the model's {} {}",
+                                                  options.data, length, limit, value));
+    };
+    refuse_beyond("max_position_embeddings", config.max_position_embeddings);
+    if (config.sliding_window > 0) refuse_beyond("sliding_window", config.sliding_window);
   }
   LlamaOptions model_options;
-  model_options.dtype = options.dtype.empty() ? config.dtype : parse_dtype(options.dtype);
+  model_options.dtype = options.dtype.empty()
+                            ? config.dtype
+                            : parse_dtype(options.dtype, {DType::kFloat32, DType::kBFloat16, DType::kFloat16});
   std::optional<AdapterFiles> adapter;
   if (!options.adapter.empty()) {
-    reading_input([&] { adapter.emplace(options.adapter); });
+    reading_input([&] {
+      adapter.emplace(options.adapter);
+      adapter->match(linear_shapes(config));  // before layers of the ranks that it asks for are made
+    });
     model_options.lora = lora_for(adapter->config(), config);
   }
   LlamaModel model(config, model_options, stream);

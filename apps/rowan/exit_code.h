@@ -36,15 +36,16 @@ inline ExitCode exit_code(ErrorKind kind) noexcept {
   }
 }
 
-/// Runs a step that reads the user's files: where the operating system refuses one (it is missing, or not readable),
-/// that is bad data, not a failure of the run.
+/// Runs a step that reads the user's files: where the operating system refuses one (it is missing, or not readable), or
+/// it asks for what this library does not do, that is bad data, not a failure of the run nor a wrong option.
 template <class F>
 decltype(auto) reading_input(const F& step) {
   try {
     return step();
   } catch (const Error& error) {
-    if (error.kind() != ErrorKind::kIo) throw;
-    throw Error(ErrorKind::kFormat, error.what());
+    const bool of_the_file = error.kind() == ErrorKind::kIo || error.kind() == ErrorKind::kUnsupported ||
+                             error.kind() == ErrorKind::kInvalidArgument;
+    throw Error(of_the_file ? ErrorKind::kFormat : error.kind(), error.what());
   }
 }
 

@@ -11,8 +11,11 @@
 #include "demo.h"
 #include "eval.h"
 #include "exit_code.h"
+#include "export.h"
 #include "finetune_options.h"
 #include "info.h"
+#include "inspect.h"
+#include "merge.h"
 #include "option_checks.h"
 #include "rowan/core/build_info.h"
 #include "rowan/core/error.h"
@@ -76,6 +79,43 @@ void add_eval(CLI::App& program, rowan::app::EvalOptions& options) {
   eval->callback([&options] { rowan::app::run_eval(options); });
 }
 
+void add_merge(CLI::App& program, rowan::app::MergeOptions& options) {
+  CLI::App* merge = program.add_subcommand(
+      "merge",
+      "Merge a LoRA adapter into its model: W + s B A with one rounding, in the dtype and shards of the model");
+  merge->add_option("--model", options.model, "Hugging Face directory: config.json and safetensors weights")
+      ->required();
+  merge->add_option("--adapter", options.adapter, "PEFT directory of a LoRA adapter")->required();
+  merge
+      ->add_option("--out", options.out,
+                   "New or empty directory for the merged model; it gets the model's other files too, but no weights "
+                   "in other formats")
+      ->check(check_not_empty)
+      ->required();
+  merge->callback([&options] { rowan::app::run_merge(options); });
+}
+
+void add_export(CLI::App& program, rowan::app::ExportOptions& options) {
+  CLI::App* command = program.add_subcommand("export", "Write a LoRA adapter in the form of another program");
+  command->add_flag("--gguf", options.gguf, "As one GGUF file, which llama.cpp loads with --lora");
+  command->add_option("--model", options.model, "Hugging Face directory of the base; only its config.json is read")
+      ->required();
+  command->add_option("--adapter", options.adapter, "PEFT directory of the adapter")->required();
+  command->add_option("--out", options.out, "The file to write")->check(check_not_empty)->required();
+  command->add_option("--dtype", options.dtype, "float32 or float16")->capture_default_str();
+  command->callback([&options] { rowan::app::run_export(options); });
+}
+
+void add_inspect(CLI::App& program, rowan::app::InspectOptions& options) {
+  CLI::App* inspect = program.add_subcommand(
+      "inspect",
+      "Check a safetensors file, a model or an adapter directory, and list its tensors; status 3 when it is "
+      "not sound");
+  inspect->add_option("path", options.path, "A .safetensors file, or a directory of a model or an adapter")->required();
+  inspect->add_flag("--json", options.json, "Print one line of JSON");
+  inspect->callback([&options] { rowan::app::run_inspect(options); });
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -89,6 +129,12 @@ int main(int argc, char** argv) {
   add_eval(program, eval);
   rowan::app::FinetuneOptions finetune;
   add_finetune(program, finetune);
+  rowan::app::MergeOptions merge;
+  add_merge(program, merge);
+  rowan::app::ExportOptions exported;
+  add_export(program, exported);
+  rowan::app::InspectOptions inspect;
+  add_inspect(program, inspect);
   CLI::App* info = program.add_subcommand("info", "Show what this program was built with and the devices it sees");
   info->callback([] { rowan::app::print_info(std::cout); });
   try {

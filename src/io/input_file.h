@@ -7,6 +7,10 @@
 
 #include "rowan/core/error.h"
 
+namespace rowan {
+class AtomicFile;
+}
+
 namespace rowan::detail {
 
 /// Throws Io: "PATH: cannot ACTION: what the system says".
@@ -32,5 +36,8 @@ class InputFile {
   int descriptor_ = -1;
   std::int64_t size_ = 0;
 };
+
+/// Appends `bytes` bytes of `source` from `offset` on to a file that is being written, through a bounded buffer.
+void copy_bytes(const InputFile& source, std::int64_t offset, std::int64_t bytes, AtomicFile& to);
 
 }  // namespace rowan::detail

@@ -36,6 +36,7 @@ ModelFiles::ModelFiles(const std::filesystem::path& directory) : directory_(dire
 }
 
 void ModelFiles::open_index(const std::filesystem::path& path) {
+  index_ = path;
   const auto index = detail::read_json_object(path, kMaxIndexBytes);
   const auto map = index.find("weight_map");
   if (map == index.end() || !map->is_object()) fail_format(path, "weight_map: expected an object");

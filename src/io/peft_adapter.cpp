@@ -341,6 +341,11 @@ std::vector<AdapterTarget> AdapterFiles::match(std::span<const LinearShape> line
         fail_format(file_.path(), fmt::format("key {}: expected shape [{}, {}], got [{}]", quote(key), rows, columns,
                                               fmt::join(info->shape, ", ")));
       }
+      const auto dtype = info->tensor_dtype();
+      if (!dtype || !is_floating(*dtype)) {
+        detail::fail(ErrorKind::kUnsupported, "{}: key {}: factors of dtype {} are not supported",
+                     file_.path().string(), quote(key), info->dtype);
+      }
     };
     const LinearShape& linear = *shapes.at(target.module);
     check(kKeySuffixA, target.r, linear.in_features);
@@ -353,6 +358,10 @@ std::vector<AdapterTarget> AdapterFiles::match(std::span<const LinearShape> line
     }
   }
   return targets;
+}
+
+AdapterFiles::Keys AdapterFiles::keys_of(const std::string& module) {
+  return {key_of(module, kKeySuffixA), key_of(module, kKeySuffixB)};
 }
 
 void AdapterFiles::load_into(const std::string& module, const Tensor& lora_a, const Tensor& lora_b,

@@ -179,4 +179,46 @@ void write_safetensors(const std::filesystem::path& path, std::span<const NamedT
   file.commit();
 }
 
+namespace {
+
+void copy_edited(const detail::InputFile& source, const TensorInfo& info, const RowEdit& edit, AtomicFile& to) {
+  const DType dtype = *info.tensor_dtype();
+  const std::int64_t rows = info.shape[0], row_bytes = bytes_of(info.shape[1], dtype);
+  const std::int64_t step = std::max<std::int64_t>(1, kStagingBytes / std::max<std::int64_t>(1, row_bytes));
+  for (std::int64_t first = 0; first < rows; first += step) {
+    const std::int64_t count = std::min(step, rows - first);
+    const Tensor part = Tensor::empty({count, info.shape[1]}, dtype, StreamRef());
+    source.read_at(info.offset + first * row_bytes, part.raw(), count * row_bytes);
+    edit(first, part);
+    to.write(part.raw(), static_cast<std::size_t>(count * row_bytes));
+  }
+}
+
+}  // namespace
+
+void copy_safetensors(const SafetensorsFile& source, const std::filesystem::path& path,
+                      const std::map<std::string, RowEdit>& edits) {
+  for (const auto& [name, edit] : edits) {
+    const TensorInfo* info = source.find(name);
+    detail::require(info != nullptr && info->shape.size() == 2 && info->tensor_dtype(),
+                    "copy_safetensors: expected {} to hold a matrix {} of a dtype that can be loaded",
+                    source.path().string(), quote(name));
+  }
+  std::vector<const TensorInfo*> order;
+  for (const TensorInfo& info : source.tensors()) order.push_back(&info);
+  std::ranges::sort(order, {}, [](const TensorInfo* info) { return std::pair(info->offset, info->bytes); });
+
+  AtomicFile file(path);
+  detail::copy_bytes(*source.file_, 0, order.empty() ? source.file_->size() : order[0]->offset, file);
+  for (const TensorInfo* info : order) {
+    const auto edit = edits.find(info->name);
+    if (edit == edits.end()) {
+      detail::copy_bytes(*source.file_, info->offset, info->bytes, file);
+    } else {
+      copy_edited(*source.file_, *info, edit->second, file);
+    }
+  }
+  file.commit();
+}
+
 }  // namespace rowan

@@ -1,11 +1,13 @@
 #include "rowan/nn/llama_files.h"
 
+#include <algorithm>
 #include <map>
 #include <set>
 #include <utility>
 #include <vector>
 
 #include "core/check.h"
+#include "io/json.h"
 
 namespace rowan {
 
@@ -34,24 +36,54 @@ std::vector<AdapterFactors> factors_of(const LlamaModel& model, Tensor Parameter
 
 }  // namespace
 
-void load_base(LlamaModel& model, const ModelFiles& files, StreamRef stream) {
+std::vector<BaseWeight> base_weights(const ModelConfig& config) {
+  const Shape table{config.vocab_size, config.hidden_size}, hidden{config.hidden_size}, head{config.head_dim};
+  std::vector<BaseWeight> weights{{"model.embed_tokens.weight", table}};
+  for (std::int64_t i = 0; i < config.num_hidden_layers; ++i) {
+    const std::string block = "model.layers." + std::to_string(i);
+    weights.push_back({block + ".input_layernorm.weight", hidden});
+    weights.push_back({block + ".post_attention_layernorm.weight", hidden});
+    if (!config.qk_norm) continue;
+    weights.push_back({block + ".self_attn.q_norm.weight", head});
+    weights.push_back({block + ".self_attn.k_norm.weight", head});
+  }
+  for (const LinearShape& linear : linear_shapes(config)) {
+    weights.push_back({linear.module + ".weight", {linear.out_features, linear.in_features}});
+    const bool qkv =
+        linear.module.ends_with("q_proj") || linear.module.ends_with("k_proj") || linear.module.ends_with("v_proj");
+    if (config.qkv_bias && qkv) weights.push_back({linear.module + ".bias", {linear.out_features}});
+  }
+  weights.push_back({"model.norm.weight", hidden});
+  if (!config.tie_word_embeddings) weights.push_back({"lm_head.weight", table});
+  return weights;
+}
+
+void check_base(const ModelFiles& files, const ModelConfig& config) {
+  const std::string directory = files.directory().string();
   std::set<std::string> wanted;
-  for (const Parameter& p : model.parameters()) {
-    if (is_factor(p)) continue;
-    wanted.insert(p.name);
-    const TensorInfo& info = files.at(p.name);
-    const auto extents = p.value.shape().extents();
-    if (!std::equal(extents.begin(), extents.end(), info.shape.begin(), info.shape.end())) {
-      detail::fail(ErrorKind::kFormat, "{}: expected {} of shape {}, got [{}]", files.directory().string(), p.name,
-                   p.value.shape(), fmt::join(info.shape, ", "));
+  for (const BaseWeight& weight : base_weights(config)) {
+    const TensorInfo& info = files.at(weight.name);
+    if (!std::ranges::equal(weight.shape.extents(), info.shape)) {
+      detail::fail(ErrorKind::kFormat, "{}: expected {} of shape {}, got [{}]", directory, weight.name, weight.shape,
+                   fmt::join(info.shape, ", "));
     }
+    const auto dtype = info.tensor_dtype();
+    if (!dtype || !is_floating(*dtype)) {
+      detail::fail(ErrorKind::kUnsupported, "{}: tensor {}: weights of dtype {} are not supported", directory,
+                   weight.name, info.dtype);
+    }
+    wanted.insert(weight.name);
   }
   for (const std::string& name : files.names()) {
-    if (!wanted.contains(name) && !is_unused(name, model.config())) {
-      detail::fail(ErrorKind::kFormat, "{}: tensor {} belongs to no weight of a {}", files.directory().string(), name,
-                   model.config().architecture);
+    if (!wanted.contains(name) && !is_unused(name, config)) {
+      detail::fail(ErrorKind::kFormat, "{}: tensor {} belongs to no weight of a {}", directory, detail::quote(name),
+                   config.architecture);
     }
   }
+}
+
+void load_base(LlamaModel& model, const ModelFiles& files, StreamRef stream) {
+  check_base(files, model.config());
   for (const Parameter& p : model.parameters()) {
     if (is_factor(p)) continue;
     files.load_into(p.name, p.value, stream);

@@ -42,6 +42,9 @@ void write_text_file(const std::filesystem::path& path, std::string_view text);
 /// larger.
 std::string read_text_file(const std::filesystem::path& path, std::int64_t max_bytes);
 
+/// Replaces `to` atomically by a copy of the regular file `from`; permissions are not copied. Throws Io.
+void copy_file_atomically(const std::filesystem::path& from, const std::filesystem::path& to);
+
 /// Makes a directory and its parents; no error when it exists. Throws Io naming the path.
 void make_directories(const std::filesystem::path& path);
 

@@ -25,6 +25,8 @@ class ModelFiles {
   explicit ModelFiles(const std::filesystem::path& directory);
 
   const std::filesystem::path& directory() const noexcept { return directory_; }
+  /// The index that names the shards; empty where there is one file without an index.
+  const std::filesystem::path& index() const noexcept { return index_; }
   const std::vector<SafetensorsFile>& files() const noexcept { return files_; }
   /// Names of all tensors, sorted.
   std::vector<std::string> names() const;
@@ -42,7 +44,7 @@ class ModelFiles {
   void open_index(const std::filesystem::path& path);
   const SafetensorsFile& file_of(std::string_view name) const;
 
-  std::filesystem::path directory_;
+  std::filesystem::path directory_, index_;
   std::vector<SafetensorsFile> files_;
   std::map<std::string, std::size_t, std::less<>> file_index_;  // tensor -> place in files_
 };

@@ -84,6 +84,12 @@ class AdapterFiles {
   /// `base_model.model.` + module path + `.lora_A.weight` or `.lora_B.weight`.
   explicit AdapterFiles(const std::filesystem::path& directory);
 
+  /// Names of a module's factors in the file.
+  struct Keys {
+    std::string lora_a, lora_b;
+  };
+  static Keys keys_of(const std::string& module);
+
   const AdapterConfig& config() const noexcept { return config_; }
   const SafetensorsFile& file() const noexcept { return file_; }
   /// Module paths that the file holds factors for, sorted.
@@ -91,7 +97,8 @@ class AdapterFiles {
 
   /// Holds the adapter against a model and returns what it sits on, in the order of `linears`. Throws Format naming the
   /// first key of the file that belongs to no linear layer of the model, that the config does not target, that is
-  /// missing, or that has another shape than the model and the config ask for.
+  /// missing, or that has another shape than the model and the config ask for; Unsupported naming a key whose dtype is
+  /// not a floating one that a Tensor can hold.
   std::vector<AdapterTarget> match(std::span<const LinearShape> linears) const;
 
   /// Overwrites the factors of one module, as SafetensorsFile::load_into.

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -31,6 +32,10 @@ struct TensorInfo {
   /// The element type of a Tensor that holds it as stored; none for types that Tensor lacks (U8, F8_E4M3, …).
   std::optional<DType> tensor_dtype() const noexcept;
 };
+
+/// Changes rows of a matrix in place: rows [first_row, first_row + rows.size(0)) of it, on the CPU, in the stored
+/// dtype.
+using RowEdit = std::function<void(std::int64_t first_row, const Tensor& rows)>;
 
 /// An open file whose header has been checked. Copies share the open file; const members may be called from several
 /// threads.
@@ -66,6 +71,9 @@ class SafetensorsFile {
   void load_into(std::string_view name, const Tensor& dst, StreamRef stream) const;
 
  private:
+  friend void copy_safetensors(const SafetensorsFile& source, const std::filesystem::path& path,
+                               const std::map<std::string, RowEdit>& edits);
+
   std::filesystem::path path_;
   std::shared_ptr<const detail::InputFile> file_;
   std::map<std::string, std::string> metadata_;
@@ -79,5 +87,13 @@ class SafetensorsFile {
 /// fails; the old file then stays.
 void write_safetensors(const std::filesystem::path& path, std::span<const NamedTensor> tensors,
                        const std::map<std::string, std::string>& metadata, StreamRef stream);
+
+/// Writes a copy of a file atomically, with the same header, so that names, dtypes and order stay; the matrices named
+/// in `edits` pass through their edit, a few rows at a time from the first to the last, everything else is copied as it
+/// is. Memory: a few MiB, or one row where that is more. `path` is another file than `source`. Throws InvalidArgument
+/// when `edits` names a tensor that `source` does not hold as a matrix of a dtype that Tensor has, before anything is
+/// written; Io when reading or writing fails, and what an edit throws; the old file then stays.
+void copy_safetensors(const SafetensorsFile& source, const std::filesystem::path& path,
+                      const std::map<std::string, RowEdit>& edits);
 
 }  // namespace rowan

@@ -5,6 +5,7 @@
 #include <functional>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "rowan/io/model_files.h"
 #include "rowan/io/peft_adapter.h"
@@ -12,9 +13,22 @@
 
 namespace rowan {
 
-/// Fills every base weight from the directory's tensors, each rounded to the model's dtype at most once. Throws Format
-/// naming the first tensor that is missing, of another shape, or of no use to the model (a tied lm_head and rotary
-/// buffers of old checkpoints are passed over), before anything is written; Io when reading fails.
+/// A weight of a base model.
+struct BaseWeight {
+  std::string name;
+  Shape shape;
+};
+
+/// Every base weight of a model, under the names of Transformers' checkpoints.
+std::vector<BaseWeight> base_weights(const ModelConfig& config);
+
+/// Holds a directory's tensors against a configuration; reads headers only. Throws Format naming the first tensor that
+/// is missing, of another shape, or of no use to the model (a tied lm_head and rotary buffers of old checkpoints are
+/// passed over), Unsupported naming the first whose dtype is not a floating one that a Tensor can hold.
+void check_base(const ModelFiles& files, const ModelConfig& config);
+
+/// Fills every base weight from the directory's tensors, each rounded to the model's dtype at most once and read
+/// through one small host buffer. Throws as check_base, before anything is written; Io when reading fails.
 void load_base(LlamaModel& model, const ModelFiles& files, StreamRef stream);
 
 /// Writes config.json and model.safetensors with the model's base weights in its dtype, atomically.

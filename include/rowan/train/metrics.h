@@ -41,7 +41,8 @@ class MetricsWriter final : public MetricsSink {
   explicit MetricsWriter(const std::filesystem::path& path);
 
   /// A double is written with the fewest digits that read back to the same bits, NaN and infinities as null, a byte
-  /// that is not UTF-8 as U+FFFD. Throws Io when the line could not be stored, InvalidArgument when a name comes twice.
+  /// that is not UTF-8 as U+FFFD. Throws Io when the line could not be stored (nothing of it stays in the file),
+  /// InvalidArgument when a name comes twice.
   void write(const MetricRecord& record) override;
 
  private:
