@@ -53,4 +53,9 @@ class MetricsWriter final : public MetricsSink {
   std::unique_ptr<std::FILE, Close> file_;
 };
 
+/// The records of a JSON Lines file, null as NaN; a last line without its newline, which may be torn, is passed over.
+/// Throws Io when the file cannot be read; Format naming file and line for what is no object of numbers, texts and
+/// booleans.
+std::vector<MetricRecord> read_metrics(const std::filesystem::path& path);
+
 }  // namespace rowan
