@@ -17,6 +17,7 @@
 #include "inspect.h"
 #include "merge.h"
 #include "option_checks.h"
+#include "plot.h"
 #include "rowan/core/build_info.h"
 #include "rowan/core/error.h"
 
@@ -116,6 +117,29 @@ void add_inspect(CLI::App& program, rowan::app::InspectOptions& options) {
   inspect->callback([&options] { rowan::app::run_inspect(options); });
 }
 
+void add_plot(CLI::App& program, rowan::app::PlotOptions& options) {
+  CLI::App* plot = program.add_subcommand("plot", "Compare the metrics of runs in one picture (SVG)");
+  plot->add_option("run", options.runs, "Run directories (their metrics.jsonl), or files of that form")->required();
+  plot->add_option("--metric", options.metrics,
+                   "What to plot; given again: another plot below; names joined by commas share a plot")
+      ->allow_extra_args(false)
+      ->check(check_not_empty)
+      ->capture_default_str();
+  plot->add_option("--x", options.x, "step, or tokens or seconds counted up")
+      ->check(CLI::IsMember({"step", "tokens", "seconds"}))
+      ->capture_default_str();
+  plot->add_option("--label", options.labels, "Name of a run in the legend; given once for each, in their order")
+      ->allow_extra_args(false);
+  plot->add_option("--smoothing", options.smoothing,
+                   "Weight of the past in an exponential moving average, from 0 (none) to 0.999")
+      ->check(CLI::Range(0.0, 0.999))
+      ->capture_default_str();
+  plot->add_flag("--log-y", options.log_y, "Logarithmic axis; values that are not positive are left out");
+  plot->add_option("--title", options.title, "Heading of the picture");
+  plot->add_option("--out", options.out, "The file to write")->check(check_not_empty)->capture_default_str();
+  plot->callback([&options] { rowan::app::run_plot(options); });
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -135,6 +159,8 @@ int main(int argc, char** argv) {
   add_export(program, exported);
   rowan::app::InspectOptions inspect;
   add_inspect(program, inspect);
+  rowan::app::PlotOptions plot;
+  add_plot(program, plot);
   CLI::App* info = program.add_subcommand("info", "Show what this program was built with and the devices it sees");
   info->callback([] { rowan::app::print_info(std::cout); });
   try {

@@ -59,4 +59,9 @@ class MetricsWriter final : public MetricsSink {
 /// Throws Io.
 void drop_metrics_after(const std::filesystem::path& path, std::int64_t step);
 
+/// The records of a JSON Lines file, null as NaN; a last line without its newline, which may be torn, is passed over.
+/// Throws Io when the file cannot be read; Format naming file and line for what is no object of numbers, texts and
+/// booleans.
+std::vector<MetricRecord> read_metrics(const std::filesystem::path& path);
+
 }  // namespace rowan
