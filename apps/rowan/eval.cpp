@@ -56,8 +56,10 @@ void run_eval(const EvalOptions& options) {
     });
     model_options.lora = lora_for(adapter->config(), config);
   }
+  const ModelFiles files = reading_input([&] { return ModelFiles(options.model); });
+  check_base(files, config);  // before weights of the sizes that config.json claims are made
   LlamaModel model(config, model_options, stream);
-  reading_input([&] { load_base(model, ModelFiles(options.model), stream); });
+  reading_input([&] { load_base(model, files, stream); });
   if (adapter) reading_input([&] { load_adapter(model, *adapter, stream); });
 
   const std::vector<HostBatch> batches = batches_of(rows, kTokensPerBatch);
