@@ -7,6 +7,7 @@
 #include <iostream>
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <stdexcept>
 
 #include "exit_code.h"
 #include "options.h"
@@ -21,52 +22,59 @@ namespace {
 
 constexpr std::int64_t kTokensPerBatch = 8192;
 
-}  // namespace
-
-void run_eval(const EvalOptions& options) {
-  const Stream stream(parse_device(options.device));
-  const ModelConfig config = reading_input([&] { return read_model_config(options.model); });
-  const std::vector<TokenRow> rows = reading_input([&] { return read_token_rows(options.data); });
+/// Throws Format for rows that the model cannot take.
+void check_rows(const std::vector<TokenRow>& rows, const ModelConfig& config, const std::string& data) {
   for (const TokenRow& row : rows) {
     for (std::size_t i = 0; i < row.input_ids.size(); ++i) {
       if (row.input_ids[i] >= config.vocab_size || row.labels[i] >= config.vocab_size) {
         throw Error(ErrorKind::kFormat,
-                    fmt::format("{}: token id {} is not below the model's vocab_size {}", options.data,
+                    fmt::format("{}: token id {} is not below the model's vocab_size {}", data,
                                 std::max<std::int64_t>(row.input_ids[i], row.labels[i]), config.vocab_size));
       }
     }
     const auto length = static_cast<std::int64_t>(row.input_ids.size());
     const auto refuse_beyond = [&](const char* limit, std::int64_t value) {
       if (length <= value) return;
-      throw Error(ErrorKind::kFormat, fmt::format("{}: a row of {} tokens is longer than the model's {} {}",
-                                                  options.data, length, limit, value));
+      throw Error(ErrorKind::kFormat,
+                  fmt::format("{}: a row of {} tokens is longer than the model's {} {}", data, length, limit, value));
     };
     refuse_beyond("max_position_embeddings", config.max_position_embeddings);
     if (config.sliding_window > 0) refuse_beyond("sliding_window", config.sliding_window);
   }
+}
+
+}  // namespace
+
+void run_eval(const EvalOptions& options) {
+  const Stream stream(parse_device(options.device));
+  // Everything is checked before the model takes memory.
+  const ModelConfig config = reading_input([&] { return read_model_config(options.model); });
   LlamaOptions model_options;
   model_options.dtype = options.dtype.empty()
                             ? config.dtype
                             : parse_dtype(options.dtype, {DType::kFloat32, DType::kBFloat16, DType::kFloat16});
+  const ModelFiles files = reading_input([&] { return ModelFiles(options.model); });
+  reading_input([&] { check_base(files, config); });
   std::optional<AdapterFiles> adapter;
   if (!options.adapter.empty()) {
     reading_input([&] {
       adapter.emplace(options.adapter);
-      adapter->match(linear_shapes(config));  // before layers of the ranks that it asks for are made
+      static_cast<void>(adapter->match(linear_shapes(config)));
+      model_options.lora = lora_for(adapter->config(), config);
     });
-    model_options.lora = lora_for(adapter->config(), config);
   }
-  const ModelFiles files = reading_input([&] { return ModelFiles(options.model); });
-  check_base(files, config);  // before weights of the sizes that config.json claims are made
-  LlamaModel model(config, model_options, stream);
-  reading_input([&] { load_base(model, files, stream); });
-  if (adapter) reading_input([&] { load_adapter(model, *adapter, stream); });
-
+  const std::vector<TokenRow> rows = reading_input([&] { return read_token_rows(options.data); });
+  check_rows(rows, config, options.data);
   const std::vector<HostBatch> batches = batches_of(rows, kTokensPerBatch);
   std::int64_t tokens = 0;
   for (const HostBatch& batch : batches) tokens += batch.counted_tokens();
   if (tokens == 0) throw Error(ErrorKind::kFormat, fmt::format("{}: no token counts for a loss", options.data));
+
+  LlamaModel model(config, model_options, stream);
+  reading_input([&] { load_base(model, files, stream); });
+  if (adapter) reading_input([&] { load_adapter(model, *adapter, stream); });
   const double loss = evaluate(model, batches, stream);
+  if (!std::isfinite(loss)) throw std::runtime_error("eval: the loss is not finite");
   if (options.json) {
     std::cout << nlohmann::ordered_json{{"loss", loss}, {"tokens", tokens}, {"perplexity", std::exp(loss)}}.dump()
               << '\n';

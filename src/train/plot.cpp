@@ -320,4 +320,19 @@ std::string line_plot_svg(const PlotSpec& spec) {
   return Plot(spec).draw();
 }
 
+std::string stacked_plots_svg(const std::vector<PlotSpec>& specs) {
+  if (specs.empty()) throw Error(ErrorKind::kInvalidArgument, "stacked_plots_svg: expected at least one plot");
+  if (specs.size() == 1) return line_plot_svg(specs[0]);
+  int width = 0, height = 0;
+  std::string plots;
+  for (const PlotSpec& spec : specs) {
+    plots += fmt::format("<g transform='translate(0 {})'>\n{}</g>\n", height, line_plot_svg(spec));
+    width = std::max(width, spec.width);
+    height += spec.height;
+  }
+  return fmt::format(
+      "<svg xmlns='http://www.w3.org/2000/svg' width='{0}' height='{1}' viewBox='0 0 {0} {1}'>\n{2}</svg>\n", width,
+      height, plots);
+}
+
 }  // namespace rowan

@@ -131,3 +131,35 @@ TEST_CASE("a metric named twice in one line is refused and nothing is written") 
   CHECK(kind_of([&] { writer.write({{"loss", 1.0}, {"loss", 2.0}}); }) == ErrorKind::kInvalidArgument);
   CHECK(read_file(dir / "metrics.jsonl").empty());
 }
+
+TEST_CASE("metrics read back as they were written, a torn last line left out") {
+  const ScratchDirectory scratch;
+  const rowan::MetricRecord record{
+      {"step", std::int64_t{3}}, {"loss", 0.1}, {"skipped", true}, {"stage", std::string("tune")}};
+  {
+    MetricsWriter writer(scratch / "metrics.jsonl");
+    writer.write(record);
+    writer.write({{"loss", std::nan("")}});
+  }
+  write_file(scratch / "metrics.jsonl", read_file(scratch / "metrics.jsonl") + "{\"step\":");
+  const auto records = rowan::read_metrics(scratch / "metrics.jsonl");
+  REQUIRE(records.size() == 2);
+  CHECK(records[0] == record);
+  CHECK(std::isnan(std::get<double>(records[1].at(0).second)));
+}
+
+TEST_CASE("lines that are no metrics are refused with file and line") {
+  const ScratchDirectory scratch;
+  const std::string line = GENERATE("[1]", "{\"a\":[1]}", "{\"a\":1,\"a\":2}", "{\"a\":1} x", "", "nan");
+  write_file(scratch / "m.jsonl", "{\"step\":1}\n" + line + "\n");
+  std::string message;
+  CHECK(kind_of([&] {
+          try {
+            rowan::read_metrics(scratch / "m.jsonl");
+          } catch (const Error& error) {
+            message = error.what();
+            throw;
+          }
+        }) == ErrorKind::kFormat);
+  CHECK(message.find("m.jsonl:2") != std::string::npos);
+}

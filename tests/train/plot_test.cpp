@@ -245,3 +245,17 @@ TEST_CASE("a malformed plot is refused") {
   spec.height = 199;
   CHECK_THROWS_AS(line_plot_svg(spec), rowan::Error);
 }
+
+TEST_CASE("stacked plots stand below one another in one document") {
+  PlotSpec a, b;
+  a.title = "first";
+  b.title = "second";
+  a.height = 300;
+  b.width = 500;
+  const std::string svg = rowan::stacked_plots_svg({a, b});
+  CHECK(svg.find("width='840' height='780'") != std::string::npos);
+  CHECK(svg.find("translate(0 300)") < svg.find("second"));
+  CHECK(svg.find("translate(0 300)") > svg.find("first"));
+  CHECK(rowan::stacked_plots_svg({a}) == line_plot_svg(a));
+  CHECK_THROWS_AS(rowan::stacked_plots_svg({}), rowan::Error);
+}

@@ -54,4 +54,14 @@ class MetricsWriter final : public MetricsSink {
   std::unique_ptr<std::FILE, Close> file_;
 };
 
+/// Drops the records of a JSON Lines file from the first one on whose "step" is above `step`: what a run that goes on
+/// from a checkpoint of that step is about to write again. Replaces the file atomically; no error where there is none.
+/// Throws Io.
+void drop_metrics_after(const std::filesystem::path& path, std::int64_t step);
+
+/// The records of a JSON Lines file, null as NaN; a last line without its newline, which may be torn, is passed over.
+/// Throws Io when the file cannot be read; Format naming file and line for what is no object of numbers, texts and
+/// booleans.
+std::vector<MetricRecord> read_metrics(const std::filesystem::path& path);
+
 }  // namespace rowan

@@ -35,6 +35,9 @@ struct PlotSpec {
 /// specs give equal bytes. Throws InvalidArgument when a series' x and y differ in length or the size is too small.
 std::string line_plot_svg(const PlotSpec& spec);
 
+/// Plots below one another in one SVG document. Throws as line_plot_svg, and InvalidArgument for no plots.
+std::string stacked_plots_svg(const std::vector<PlotSpec>& specs);
+
 /// The multiples of 1, 2 or 5 times a power of ten within [low, high], in a spacing that gives at most about + 1 of
 /// them. None unless low < high and the range is finite.
 std::vector<double> round_ticks(double low, double high, int about);
