@@ -9,6 +9,7 @@
 #include <csignal>
 #include <filesystem>
 #include <iostream>
+#include <limits>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -25,9 +26,11 @@
 #include "rowan/core/error.h"
 #include "rowan/io/atomic_file.h"
 #include "rowan/nn/llama_files.h"
+#include "rowan/text/dataset.h"
 #include "rowan/train/memory_estimate.h"
 #include "rowan/train/metrics.h"
 #include "rowan/train/plot.h"
+#include "rowan/train/tensorboard.h"
 #include "rowan/train/training_run.h"
 
 namespace rowan::app {
@@ -74,6 +77,7 @@ AdapterConfig adapter_config(const FinetuneOptions& o, const std::optional<Adapt
 struct Plan {
   FinetuneOptions options;  // resolved
   ModelConfig config;
+  std::optional<ModelFiles> weights;
   std::optional<AdapterFiles> start;  // the adapter to go on from
   std::optional<AdapterConfig> adapter;
   LlamaOptions model;
@@ -84,8 +88,9 @@ struct Plan {
   MemoryEstimate memory;
 };
 
-std::vector<TokenRow> read_rows(const std::string& path, const ModelConfig& config) {
-  std::vector<TokenRow> rows = reading_input([&] { return read_token_rows(path); });
+std::vector<TokenRow> read_rows(const FinetuneOptions& o, const std::string& path, const ModelConfig& config) {
+  const DatasetOptions options{.model = o.model, .chat_template = o.chat_template, .mask_prompts = o.mask_prompts};
+  std::vector<TokenRow> rows = reading_input([&] { return read_dataset(path, options); });
   for (const TokenRow& row : rows) {
     const auto id = std::max_element(row.input_ids.begin(), row.input_ids.end());
     const auto label = std::max_element(row.labels.begin(), row.labels.end());
@@ -99,7 +104,7 @@ std::vector<TokenRow> read_rows(const std::string& path, const ModelConfig& conf
 BatchLoader make_loader(const FinetuneOptions& o, const std::string& path, const ModelConfig& config, bool shuffle) {
   const BatchLoaderOptions options{
       .batch_size = o.batch_size, .max_length = o.max_length, .packing = o.packing, .shuffle = shuffle, .seed = o.seed};
-  std::vector<TokenRow> rows = read_rows(path, config);
+  std::vector<TokenRow> rows = read_rows(o, path, config);
   try {
     return BatchLoader(std::move(rows), options);
   } catch (const Error& error) {
@@ -149,7 +154,13 @@ Plan make_plan(const FinetuneOptions& given, Device device) {
   plan.model.recompute = o.recompute;
   plan.model.seed = o.seed;
   plan.model.train_base = o.method == "full";
-  if (!o.adapter.empty()) reading_input([&] { plan.start.emplace(o.adapter); });
+  reading_input([&] {
+    plan.weights.emplace(o.model);
+    check_base(*plan.weights, plan.config);
+    if (o.adapter.empty()) return;
+    plan.start.emplace(o.adapter);
+    static_cast<void>(plan.start->match(linear_shapes(plan.config)));
+  });
   if (o.method == "lora") {
     plan.adapter = adapter_config(o, plan.start);
     o.lora_dropout = plan.adapter->lora_dropout;
@@ -188,9 +199,8 @@ bool is_fixed(const std::string& name) {
   return fixed.contains(name);
 }
 
-std::string fingerprint_of_model(const std::string& directory) {
-  std::vector<fs::path> files{fs::path(directory) / "config.json"};
-  const ModelFiles weights(directory);
+std::string fingerprint_of_model(const ModelFiles& weights) {
+  std::vector<fs::path> files{weights.directory() / "config.json"};
   for (const SafetensorsFile& file : weights.files()) files.push_back(file.path());
   return fingerprint_of_files(files);
 }
@@ -203,7 +213,7 @@ std::map<std::string, std::string> identity_of(const Plan& plan, Device device) 
     if (!is_free(name)) identity[name] = value.is_string() ? value.get<std::string>() : value.dump();
   }
   reading_input([&] {
-    identity["base_model"] = fingerprint_of_model(o.model);
+    identity["base_model"] = fingerprint_of_model(*plan.weights);
     identity["data"] = fingerprint_of_file(o.data);
     if (!o.eval_data.empty()) identity["eval_data"] = fingerprint_of_file(o.eval_data);
     if (plan.start)
@@ -277,13 +287,15 @@ class SignalHandlers {
 /// The curves of all steps so far, those before a resume included.
 std::string loss_plot(const fs::path& metrics, const FinetuneOptions& o) {
   PlotSeries train{"training loss", {}, {}}, eval{"evaluation loss", {}, {}};
-  const std::string text = read_text_file(metrics, std::int64_t{1} << 32);
-  for (std::size_t begin = 0, end = 0; (end = text.find('\n', begin)) != std::string::npos; begin = end + 1) {
-    const Json record = Json::parse(text.data() + begin, text.data() + end);
-    for (const auto& [name, series] : {std::pair("loss", &train), std::pair("eval_loss", &eval)}) {
-      if (!record.contains(name) || !record[name].is_number()) continue;
-      series->x.push_back(record.at("step").get<double>());
-      series->y.push_back(record[name].get<double>());
+  for (const MetricRecord& record : read_metrics(metrics)) {
+    double step = 0;
+    for (const auto& [name, value] : record) {
+      if (name == "step") step = static_cast<double>(std::get<std::int64_t>(value));
+      for (PlotSeries* series : {&train, &eval}) {
+        if (name != (series == &train ? "loss" : "eval_loss")) continue;
+        series->x.push_back(step);
+        series->y.push_back(std::get<double>(value));
+      }
     }
   }
   PlotSpec plot;
@@ -331,8 +343,28 @@ struct RunDirectory {
 
   fs::path checkpoints() const { return out / "checkpoints"; }
   fs::path metrics() const { return out / "metrics.jsonl"; }
+  fs::path tensorboard() const { return out / "tensorboard"; }
   fs::path result() const { return out / (full ? "model" : "adapter"); }
   fs::path best() const { return out / (full ? "best-model" : "best-adapter"); }
+};
+
+/// Opened with the first record, so that a run that is refused leaves the files as they were.
+class Sinks final : public MetricsSink {
+ public:
+  explicit Sinks(RunDirectory directory) : directory_(std::move(directory)) {}
+  void write(const MetricRecord& record) override {
+    if (!lines_) {
+      lines_ = std::make_unique<MetricsWriter>(directory_.metrics());
+      tensorboard_ = std::make_unique<TensorBoardWriter>(directory_.tensorboard());
+    }
+    lines_->write(record);
+    tensorboard_->write(record);
+  }
+
+ private:
+  RunDirectory directory_;
+  std::unique_ptr<MetricsWriter> lines_;
+  std::unique_ptr<TensorBoardWriter> tensorboard_;
 };
 
 TrainingRunOptions run_options(const Plan& plan, const RunDirectory& directory, Device device) {
@@ -372,7 +404,7 @@ std::optional<Checkpoint> find_checkpoint(const FinetuneOptions& o, const RunDir
 }
 
 void load_weights(const Plan& plan, LlamaModel& model, StreamRef stream) {
-  reading_input([&] { load_base(model, ModelFiles(plan.options.model), stream); });
+  reading_input([&] { load_base(model, *plan.weights, stream); });
   if (plan.start) {
     reading_input([&] { load_adapter(model, *plan.start, stream); });
   } else {
@@ -422,8 +454,8 @@ class Finetuning {
     TrainingRunOptions options = run_options(plan_, directory_, stream_.device());
     options.on_step = [this](const TrainStep& step) { show(step); };
     options.on_evaluation = [this](const Evaluation& e) { show(e); };
-    LazyMetrics metrics(directory_.metrics());
-    options.sinks = {&metrics};
+    Sinks sinks(directory_);
+    options.sinks = {&sinks};
     SingleCommunicator communicator;
     TrainingRun run(model, *optimizer, communicator, std::move(options), stream_);
     if (checkpoint) {
@@ -437,20 +469,6 @@ class Finetuning {
   }
 
  private:
-  /// Opened with the first record, so that a run that is refused leaves the file as it was.
-  class LazyMetrics final : public MetricsSink {
-   public:
-    explicit LazyMetrics(fs::path path) : path_(std::move(path)) {}
-    void write(const MetricRecord& record) override {
-      if (!writer_) writer_ = std::make_unique<MetricsWriter>(path_);
-      writer_->write(record);
-    }
-
-   private:
-    fs::path path_;
-    std::unique_ptr<MetricsWriter> writer_;
-  };
-
   static ProgressOutput output(const FinetuneOptions& o) {
     ProgressOutput output = ProgressOutput::standard_error();
     if (o.json) output.style = ProgressStyle::kQuiet;

@@ -10,6 +10,8 @@ namespace rowan::app {
 /// The options of `rowan finetune` under their names there; see its help.
 struct FinetuneOptions {
   std::string model, adapter, data, eval_data, out;
+  std::string chat_template;
+  bool mask_prompts = false;
   std::string method = "lora";
 
   std::int64_t lora_r = 8;

@@ -26,17 +26,23 @@ void add_inputs(CLI::App& command, FinetuneOptions& o) {
   command.add_option("--model", o.model, "Hugging Face directory: config.json and safetensors weights")->required();
   command
       .add_option("--data", o.data,
-                  "Training rows: JSON Lines of {\"input_ids\", \"labels\"}, aligned as in Transformers; -100 does not "
-                  "count")
+                  "Training rows, JSON Lines of one form: {\"text\"}, {\"prompt\", \"completion\"}, {\"messages\"}, "
+                  "{\"segments\": [{\"text\", \"train\"}]}, or {\"input_ids\", \"labels\"} aligned as in "
+                  "Transformers, where -100 does not count")
       ->required();
   command
       .add_option("--out", o.out,
-                  "Directory of the run: config.json, metrics.jsonl, loss.svg, checkpoints, the trained adapter or "
-                  "model and the best one")
+                  "Directory of the run: config.json, metrics.jsonl, tensorboard, loss.svg, checkpoints, the trained "
+                  "adapter or model and the best one")
       ->required()
       ->check(check_not_empty);
   command.add_option("--adapter", o.adapter, "PEFT directory of a LoRA adapter to go on from");
   command.add_option("--eval-data", o.eval_data, "Held-out rows, in the form of --data");
+  command.add_option("--chat-template", o.chat_template,
+                     "Form of messages: chatml, qwen3, llama3 or mistral; default: the model's own, which must be one "
+                     "of them");
+  command.add_flag("--mask-prompts", o.mask_prompts,
+                   "Only completions and what assistants say count for the loss; texts count whole");
   command.add_option("--config", "JSON file with options by their names (lora_r or lora-r); options beside it win");
 }
 
@@ -254,6 +260,8 @@ std::string resolved_config(const FinetuneOptions& o) {
   json["grad_accum"] = o.grad_accum;
   json["max_length"] = o.max_length;
   json["packing"] = o.packing;
+  add_text("chat_template", o.chat_template);
+  json["mask_prompts"] = o.mask_prompts;
   add_text("eval_data", o.eval_data);
   if (!o.eval_data.empty()) add_count("eval_steps", o.eval_steps);
   add_count("early_stopping_patience", o.early_stopping_patience);
