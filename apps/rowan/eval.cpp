@@ -32,11 +32,14 @@ void check_rows(const std::vector<TokenRow>& rows, const ModelConfig& config, co
                                 std::max<std::int64_t>(row.input_ids[i], row.labels[i]), config.vocab_size));
       }
     }
-    if (static_cast<std::int64_t>(row.input_ids.size()) > config.max_position_embeddings) {
+    const auto length = static_cast<std::int64_t>(row.input_ids.size());
+    const auto require_at_most = [&](const char* name, std::int64_t limit) {
+      if (length <= limit) return;
       throw Error(ErrorKind::kFormat,
-                  fmt::format("{}: a row of {} tokens is longer than the model's max_position_embeddings {}", data,
-                              row.input_ids.size(), config.max_position_embeddings));
-    }
+                  fmt::format("{}: a row of {} tokens is longer than the model's {} {}", data, length, name, limit));
+    };
+    require_at_most("max_position_embeddings", config.max_position_embeddings);
+    if (config.sliding_window > 0) require_at_most("sliding_window", config.sliding_window);
   }
 }
 
