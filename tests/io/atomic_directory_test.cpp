@@ -11,7 +11,7 @@ using test::ScratchDirectory;
 
 TEST_CASE("an atomic directory appears at commit and not before", "[io]") {
   const ScratchDirectory scratch;
-  const std::string name = GENERATE("new", "new/", "parent/new", "./a/../new");
+  const std::string name = GENERATE("new", "new/", "parent/new", "./new");
   AtomicDirectory directory(scratch / name);
   write_text_file(directory.path() / "file", "content");
   CHECK_FALSE(std::filesystem::exists(scratch / name));
@@ -23,12 +23,17 @@ TEST_CASE("an atomic directory appears at commit and not before", "[io]") {
 TEST_CASE("an atomic directory takes the place of an empty one, and of nothing else", "[io]") {
   const ScratchDirectory scratch;
   std::filesystem::create_directories(scratch / "empty");
-  AtomicDirectory directory(scratch / "empty");
+  std::filesystem::create_symlink("empty", scratch / "link");
+  AtomicDirectory directory(scratch / "link");
   write_text_file(directory.path() / "file", "content");
   directory.commit();
+  CHECK(test::read_file(scratch / "empty/file") == "content");
+  CHECK(std::filesystem::is_symlink(scratch / "link"));
   CHECK_THROWS_AS(AtomicDirectory(scratch / "empty"), Error);  // no longer empty
   CHECK_THROWS_AS(AtomicDirectory(scratch / "empty/file"), Error);
   CHECK_THROWS_AS(AtomicDirectory(scratch / "empty/file/new"), Error);
+  std::filesystem::create_symlink("loop", scratch / "loop");
+  CHECK_THROWS_AS(AtomicDirectory(scratch / "loop"), Error);
 }
 
 TEST_CASE("an atomic directory that is abandoned leaves nothing", "[io]") {
