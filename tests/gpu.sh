@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, in one call: builds the CUDA preset, runs the whole suite in one process, then [sanitize] under
-# compute-sanitizer, then the demo on CPU and CUDA. Logs go to the folder given; a short table closes the output.
+# compute-sanitizer, then the demo on CPU and CUDA. Logs go to the folder given; a short table closes the output, and the status is 1
+# when anything failed.
 # Usage: tests/gpu.sh LOG_FOLDER [build] [tests] [sanitize] [demo]   (default: all)
 set -uo pipefail
 logs=$(realpath -m "${1:?usage: tests/gpu.sh LOG_FOLDER [build] [tests] [sanitize] [demo]}")
@@ -9,6 +10,7 @@ stages=${*:-build tests sanitize demo}
 source "$(dirname "${BASH_SOURCE[0]}")/../third_party/build.sh"
 mkdir -p "$logs"
 table=()
+failed=0
 
 # timed NAME LOG COMMAND...: one row of the table.
 timed() {
@@ -16,6 +18,7 @@ timed() {
   shift 2
   "$@" > "$log" 2>&1 || status=$?
   table+=("$(printf '%-28s status %-3s %4d s' "$name" "$status" $((SECONDS - began)))")
+  if ((status != 0)); then failed=1; fi
   return "$status"
 }
 
@@ -48,13 +51,14 @@ for stage in $stages; do
       for device in cuda cpu; do
         for saved in cuda cpu; do
           printf 'eval on %-4s of the %-4s run: ' "$device" "$saved"
-          build/cuda/bin/rowan eval --json --device "$device" --model "build/demo-$saved-muown/base" --adapter "build/demo-$saved-muown/adapter" --data "build/demo-$saved-muown/held-out-2.jsonl"
+          build/cuda/bin/rowan eval --json --device "$device" --model "build/demo-$saved-muown/base" --adapter "build/demo-$saved-muown/adapter" --data "build/demo-$saved-muown/held-out-2.jsonl" || failed=1
         done
       done
       for run in cuda-muown cpu-muown; do head -20 "build/demo-$run/metrics.jsonl" | sed 's/.*"loss"://; s/,.*//' > "$logs/$run.losses"; done
-      paste "$logs/cuda-muown.losses" "$logs/cpu-muown.losses" | awk '{ d = ($1 - $2) / $2; if (d < 0) d = -d; if (d > m) m = d } END { print "first 20 losses, CUDA against CPU: largest relative difference " m }'
+      paste "$logs/cuda-muown.losses" "$logs/cpu-muown.losses" | awk '{ d = ($1 - $2) / $2; if (d < 0) d = -d; if (d > m) m = d } END { print "first 20 losses, CUDA against CPU: largest relative difference " m; exit !(NR > 0 && m <= 1e-3) }' || failed=1
       ;;
     *) echo "tests/gpu.sh: unknown stage $stage" >&2 && exit 2 ;;
   esac
 done
 printf '%s\n' "${table[@]}"
+exit "$failed"

@@ -28,6 +28,12 @@ nlohmann-json3-dev
 #if __has_include(<CLI/CLI.hpp>)
 libcli11-dev
 #endif
+#if __has_include(<oniguruma.h>)
+libonig-dev
+#endif
+#if __has_include(<utf8proc.h>)
+libutf8proc-dev
+#endif
 #if __has_include(<openblas_config.h>) || __has_include(<openblas-openmp/openblas_config.h>) || __has_include(<openblas/openblas_config.h>)
 libopenblas-openmp-dev
 #endif
@@ -36,7 +42,7 @@ PROBE
 else
   found=""
 fi
-for package in libfmt-dev catch2 nlohmann-json3-dev libcli11-dev libopenblas-openmp-dev; do
+for package in libfmt-dev catch2 nlohmann-json3-dev libcli11-dev libonig-dev libutf8proc-dev libopenblas-openmp-dev; do
   grep -qx -- "$package" <<< "$found" || need "$package"
 done
 

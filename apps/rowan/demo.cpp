@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "byte_text.h"
-#include "grammar.h"
+#include "demo_task.h"
 #include "progress.h"
 #include "rowan/comm/communicator.h"
 #include "rowan/core/build_info.h"
@@ -30,11 +30,6 @@ namespace rowan::app {
 
 namespace {
 
-constexpr std::int64_t kSequenceLength = 128;
-constexpr std::int64_t kBatchSize = 16;
-constexpr std::int64_t kTokensPerStep = kSequenceLength * kBatchSize;
-constexpr std::int64_t kHeldOutBytes = 48 * 1024;
-constexpr std::int64_t kHeldOutContext = 32;
 constexpr std::int64_t kSampleBytes = 160;
 
 /// Peak learning rates of the two stages.
@@ -54,46 +49,6 @@ Rates rates_for(Algorithm algorithm) {
   }
 }
 
-ModelConfig model_config() {
-  ModelConfig config;
-  config.vocab_size = kByteVocabulary;
-  config.hidden_size = 128;
-  config.intermediate_size = 448;
-  config.num_hidden_layers = 4;
-  config.num_attention_heads = 4;
-  config.num_key_value_heads = 2;
-  config.head_dim = 32;
-  config.max_position_embeddings = 256;
-  config.initializer_range = 0.05;
-  return config;
-}
-
-AdapterConfig adapter_config(const std::string& base) {
-  AdapterConfig config;
-  config.r = 8;
-  config.lora_alpha = 16;
-  config.target_pattern = "all-linear";
-  config.base_model_name_or_path = base;
-  return config;
-}
-
-/// A text of its own for every purpose, all of one seed.
-struct Corpora {
-  Corpora(const TemplateGrammar& grammar, std::uint64_t seed, std::int64_t steps)
-      : training(training_batches(grammar.sample(seed * 4, static_cast<std::size_t>(steps * kTokensPerStep + 1)),
-                                  kSequenceLength, kBatchSize)),
-        held_out_text(grammar.sample(seed * 4 + 1, kHeldOutBytes)),
-        held_out_rows(app::held_out_rows(held_out_text, kSequenceLength, kHeldOutContext)),
-        held_out(batches_of(held_out_rows, kTokensPerStep)),
-        entropy(grammar.entropy_per_byte()) {}
-
-  std::vector<HostBatch> training;
-  std::string held_out_text;
-  std::vector<TokenRow> held_out_rows;
-  std::vector<HostBatch> held_out;
-  double entropy;
-};
-
 /// What the two stages share: where they run and what they report to.
 struct Run {
   const DemoOptions& options;
@@ -105,20 +60,9 @@ struct Run {
 
 void train(Run& run, const char* stage, LlamaModel& model, const std::vector<HostBatch>& batches,
            double learning_rate) {
-  OptimizerOptions options;
-  options.groups = default_groups(parse_algorithm(run.options.optimizer));
-  options.max_gradient_norm = 1.0;
-  // The matrices are small: Newton-Schulz in float32 costs nothing here, and keeps CPU and CUDA together for longer.
-  for (ParameterGroup& group : options.groups) {
-    if (std::ranges::count(group.roles, Parameter::Role::kMatrix) > 0)
-      group.newton_schulz.path = NewtonSchulzPath::kGramFp32;
-  }
+  const OptimizerOptions options = demo_optimizer(parse_algorithm(run.options.optimizer));
   const auto optimizer = make_optimizer(options, model.parameters(), run.stream);
-  TrainerOptions training;
-  training.learning_rate = learning_rate;
-  training.schedule = {
-      .type = Schedule::Type::kLinear, .total_steps = static_cast<std::int64_t>(batches.size()), .warmup_steps = 5};
-  training.schedule.warmup_steps = std::min<std::int64_t>(5, training.schedule.total_steps / 2);
+  const TrainerOptions training = demo_schedule(learning_rate, static_cast<std::int64_t>(batches.size()));
   SingleCommunicator communicator;
   Trainer trainer(model, *optimizer, communicator, training, run.stream);
   ProgressOutput output = ProgressOutput::standard_error();
@@ -153,7 +97,7 @@ struct Losses {
   double pirate = 0;
 };
 
-Losses measure(LlamaModel& model, const Corpora& plain, const Corpora& pirate, StreamRef stream) {
+Losses measure(LlamaModel& model, const DemoCorpora& plain, const DemoCorpora& pirate, StreamRef stream) {
   return {evaluate(model, plain.held_out, stream), evaluate(model, pirate.held_out, stream)};
 }
 
@@ -164,18 +108,18 @@ void write_config(const std::filesystem::path& path, const DemoOptions& options,
                                          {"optimizer", options.optimizer},
                                          {"device", to_string(device)},
                                          {"parameters", parameters},
-                                         {"sequence_length", kSequenceLength},
-                                         {"batch_size", kBatchSize},
+                                         {"sequence_length", kDemoSequenceLength},
+                                         {"batch_size", kDemoBatchSize},
                                          {"pretrain_steps", options.pretrain_steps},
                                          {"pretrain_learning_rate", rates.pretrain},
                                          {"tune_steps", options.tune_steps},
                                          {"tune_learning_rate", rates.tune},
-                                         {"lora_r", adapter_config("").r},
-                                         {"lora_alpha", adapter_config("").lora_alpha}};
+                                         {"lora_r", demo_adapter_config("").r},
+                                         {"lora_alpha", demo_adapter_config("").lora_alpha}};
   write_text_file(path, config.dump(2) + "\n");
 }
 
-std::string loss_plot(const Run& run, const DemoOptions& options, const Corpora& plain, const Corpora& pirate) {
+std::string loss_plot(const Run& run, const DemoOptions& options, const DemoCorpora& plain, const DemoCorpora& pirate) {
   PlotSpec plot;
   plot.title = fmt::format("rowan demo: pre-training, then LoRA fine-tuning ({})", options.optimizer);
   plot.x_label = "step";
@@ -217,10 +161,10 @@ void run_demo(const DemoOptions& options) {
   const Rates rates{options.pretrain_learning_rate.value_or(defaults.pretrain),
                     options.tune_learning_rate.value_or(defaults.tune)};
   const TemplateGrammar plain_grammar = TemplateGrammar::plain(), pirate_grammar = TemplateGrammar::pirate();
-  const Corpora plain(plain_grammar, 2 * options.seed, options.pretrain_steps),
+  const DemoCorpora plain(plain_grammar, 2 * options.seed, options.pretrain_steps),
       pirate(pirate_grammar, 2 * options.seed + 1, options.tune_steps);
-  const ModelConfig config = model_config();
-  const AdapterConfig adapter = adapter_config((out / "base").string());
+  const ModelConfig config = demo_model_config();
+  const AdapterConfig adapter = demo_adapter_config((out / "base").string());
 
   make_directories(out);
   const std::filesystem::path metrics_path = out / "metrics.jsonl";
@@ -235,7 +179,7 @@ void run_demo(const DemoOptions& options) {
   std::string before;
   const std::string prompt = pirate.held_out_text.substr(0, pirate.held_out_text.find('\n') + 6);
   const auto sample = [&](LlamaModel& model) {
-    return continue_text(model, prompt, kSampleBytes, 0.7, kSequenceLength, options.seed, stream);
+    return continue_text(model, prompt, kSampleBytes, 0.7, kDemoSequenceLength, options.seed, stream);
   };
   {
     LlamaOptions dense;
@@ -272,7 +216,7 @@ void run_demo(const DemoOptions& options) {
     return;
   }
   const std::int64_t trained = count_parameters(model.trainable_parameters());
-  const double tokens = static_cast<double>((options.pretrain_steps + options.tune_steps) * kTokensPerStep);
+  const double tokens = static_cast<double>((options.pretrain_steps + options.tune_steps) * kDemoTokensPerStep);
   std::cout << fmt::format(
       "\nheld-out loss, nats per byte        style 1 (plain)   style 2 (pirate)\n"
       "  entropy of the grammar            {:15.4f}   {:16.4f}\n"

@@ -33,13 +33,13 @@ void check_rows(const std::vector<TokenRow>& rows, const ModelConfig& config, co
       }
     }
     const auto length = static_cast<std::int64_t>(row.input_ids.size());
-    const auto require_at_most = [&](const char* name, std::int64_t limit) {
-      if (length <= limit) return;
+    const auto refuse_beyond = [&](const char* limit, std::int64_t value) {
+      if (length <= value) return;
       throw Error(ErrorKind::kFormat,
-                  fmt::format("{}: a row of {} tokens is longer than the model's {} {}", data, length, name, limit));
+                  fmt::format("{}: a row of {} tokens is longer than the model's {} {}", data, length, limit, value));
     };
-    require_at_most("max_position_embeddings", config.max_position_embeddings);
-    if (config.sliding_window > 0) require_at_most("sliding_window", config.sliding_window);
+    refuse_beyond("max_position_embeddings", config.max_position_embeddings);
+    if (config.sliding_window > 0) refuse_beyond("sliding_window", config.sliding_window);
   }
 }
 

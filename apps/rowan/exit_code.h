@@ -15,6 +15,11 @@ enum ExitCode : int {
   kInterrupted = 130,  ///< SIGINT, after saving; 143 for SIGTERM
 };
 
+/// Thrown by a command that a signal has ended, after it has saved: the status is 128 + signal.
+struct Interrupted {
+  int signal;
+};
+
 inline ExitCode exit_code(ErrorKind kind) noexcept {
   switch (kind) {
     case ErrorKind::kInvalidArgument:

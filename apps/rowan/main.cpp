@@ -1,17 +1,22 @@
 // The command-line program: parses options, runs one command, maps errors to exit codes.
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <exception>
 #include <iostream>
 #include <new>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "demo.h"
 #include "eval.h"
 #include "exit_code.h"
 #include "export.h"
+#include "finetune_options.h"
 #include "info.h"
 #include "inspect.h"
 #include "merge.h"
+#include "option_checks.h"
 #include "plot.h"
 #include "rowan/core/build_info.h"
 #include "rowan/core/error.h"
@@ -21,15 +26,10 @@ namespace {
 constexpr const char* kFooter =
     "Exit status: 0 done, 1 failed while running, 2 usage or configuration, 3 bad data, model or checkpoint, 4 out of "
     "memory,\n"
-    "130 or 143 interrupted.";
+    "130 or 143 interrupted by SIGINT or SIGTERM, after saving where the command trains.";
 
-/// CLI11 alone would wrap -1 and 2^64 around.
-std::string check_seed(const std::string& text) {
-  const bool digits = !text.empty() && text.find_first_not_of("0123456789") == std::string::npos;
-  return digits && text.size() <= 18 ? "" : "expected a whole number from 0 to 10^18 - 1, got " + text;
-}
-
-std::string check_not_empty(const std::string& text) { return text.empty() ? "expected a name, got nothing" : ""; }
+using rowan::app::check_not_empty;
+using rowan::app::check_seed;
 
 void add_demo(CLI::App& program, rowan::app::DemoOptions& options) {
   CLI::App* demo = program.add_subcommand(
@@ -151,6 +151,8 @@ int main(int argc, char** argv) {
   add_demo(program, demo);
   rowan::app::EvalOptions eval;
   add_eval(program, eval);
+  rowan::app::FinetuneOptions finetune;
+  add_finetune(program, finetune);
   rowan::app::MergeOptions merge;
   add_merge(program, merge);
   rowan::app::ExportOptions exported;
@@ -162,12 +164,16 @@ int main(int argc, char** argv) {
   CLI::App* info = program.add_subcommand("info", "Show what this program was built with and the devices it sees");
   info->callback([] { rowan::app::print_info(std::cout); });
   try {
-    program.parse(argc, argv);
+    std::vector<std::string> arguments = rowan::app::with_config_file({argv + 1, argv + argc});
+    std::reverse(arguments.begin(), arguments.end());  // as CLI11 wants them
+    program.parse(std::move(arguments));
     std::cout.flush();
     if (!std::cout) throw rowan::Error(rowan::ErrorKind::kIo, "stdout: write failed");
     return rowan::app::kDone;
   } catch (const CLI::ParseError& error) {
     return program.exit(error) == 0 ? rowan::app::kDone : rowan::app::kUsage;
+  } catch (const rowan::app::Interrupted& interrupted) {
+    return 128 + interrupted.signal;
   } catch (const rowan::Error& error) {
     std::cerr << "rowan: " << error.what() << '\n';
     return rowan::app::exit_code(error.kind());

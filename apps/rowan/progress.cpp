@@ -33,6 +33,10 @@ std::string rate(double per_second) {
   return fmt::format("{:.1f}M", per_second / 1e6);
 }
 
+std::string memory_text(double bytes) {
+  return bytes < 0x1p30 ? fmt::format("{:.0f} MiB", bytes / 0x1p20) : fmt::format("{:.1f} GiB", bytes / 0x1p30);
+}
+
 std::string bar(const ProgressState& state, int width) {
   const double part = std::clamp(static_cast<double>(state.step) / static_cast<double>(state.total), 0.0, 1.0);
   const int full = static_cast<int>(part * width);
@@ -65,12 +69,14 @@ std::string progress_line(const std::string& label, const ProgressState& state, 
   std::vector<std::string> facts = {fmt::format("loss {:.4f}", state.loss)};
   if (state.step >= state.total) {
     facts.push_back(duration(seconds));
-  } else if (state.step > 0) {
+  } else if (state.step > state.first) {
     const auto left = static_cast<double>(state.total - state.step);
-    facts.push_back(duration(seconds / static_cast<double>(state.step) * left) + " left");
+    facts.push_back(duration(seconds / static_cast<double>(state.step - state.first) * left) + " left");
   }
   if (seconds > 0) facts.push_back(rate(static_cast<double>(state.tokens) / seconds) + " tok/s");
   facts.push_back(fmt::format("lr {:.1e}", state.learning_rate));
+  if (state.gradient_norm != 0) facts.push_back(fmt::format("norm {:.3g}", state.gradient_norm));
+  if (state.memory_bytes > 0) facts.push_back(memory_text(static_cast<double>(state.memory_bytes)));
 
   if (columns <= 0) return fmt::format("{}{}{}", head, kGap, fmt::join(facts, kGap));
   const auto length = [](const std::string& text) { return static_cast<int>(text.size()); };

@@ -1,6 +1,7 @@
 // How far a run is: a bar on a terminal, plain lines elsewhere.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <ostream>
@@ -13,7 +14,10 @@ struct ProgressState {
   std::int64_t total = 0;
   double loss = 0;
   double learning_rate = 0;
-  std::int64_t tokens = 0;  ///< in all steps so far
+  std::int64_t tokens = 0;       ///< in all steps of this phase so far
+  std::int64_t first = 0;        ///< steps that were done before this phase
+  double gradient_norm = 0;      ///< shown unless 0
+  std::size_t memory_bytes = 0;  ///< likewise
 };
 
 enum class ProgressStyle { kQuiet, kLines, kBar };
@@ -30,9 +34,9 @@ struct ProgressOutput {
   static ProgressOutput standard_error();
 };
 
-/// "pre-train  120/250 [====>     ]  loss 1.2340  0:12 left  15.2k tok/s  lr 1.0e-02" in at most `columns` columns:
-/// what stands last is left out first, the bar when it would leave no room for the loss. With `columns` 0 everything
-/// but the bar.
+/// "tune  120/250 [====>     ]  loss 1.2340  0:12 left  15.2k tok/s  lr 1.0e-02  norm 0.31  1.2 GiB" in at most
+/// `columns` columns: what stands last is left out first, the bar when it would leave no room for the loss. With
+/// `columns` 0 everything but the bar.
 std::string progress_line(const std::string& label, const ProgressState& state, double seconds, int columns);
 
 /// Shows one phase of a run. A bar is redrawn at most ten times a second, lines come every five seconds; the first and

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 
 #include "core/check.h"
 #include "core/runtime.h"
@@ -17,9 +18,11 @@ Storage::Storage(std::size_t bytes, StreamRef stream)
 
 Storage::~Storage() {
   if (data_ == nullptr) return;
-  try {
-    for (const auto& [stream, event] : uses_) stream_.wait(event);
-  } catch (...) {  // the context is gone; so is the memory
+  for (const Use& use : uses_) {
+    try {
+      stream_.wait(use.event);
+    } catch (...) {  // a use within a capture that has ended is the graph's to wait for; or the context is gone
+    }
   }
   allocator_->deallocate(data_, bytes_, stream_);
 }
@@ -27,13 +30,15 @@ Storage::~Storage() {
 void Storage::record_use(StreamRef stream) {
   if (stream == stream_ || stream.device().is_cpu()) return;
   const std::lock_guard lock(mutex_);
-  for (auto& [used, event] : uses_) {
-    if (used == stream) {
-      event.record(stream);
+  const bool capturing = stream.capturing();
+  for (Use& use : uses_) {
+    if (use.stream == stream && use.capturing == capturing) {
+      use.event.record(stream);
       return;
     }
   }
-  uses_.emplace_back(stream, Event(stream.device())).second.record(stream);
+  uses_.push_back({stream, capturing, Event(stream.device())});
+  uses_.back().event.record(stream);
 }
 
 std::shared_ptr<void> Storage::claim_slack() {
@@ -59,6 +64,14 @@ Strides row_major(const Shape& shape, std::int64_t row_stride) {
     stride *= d == shape.rank() - 1 ? row_stride : std::max<std::int64_t>(shape[d], 1);
   }
   return strides;
+}
+
+/// Bytes of so many elements. An allocator could not tell a size that has wrapped around from a small one.
+std::size_t bytes_of(std::int64_t elements, DType dtype) {
+  const auto size = static_cast<std::int64_t>(size_of(dtype));
+  if (elements > std::numeric_limits<std::int64_t>::max() / size)
+    detail::fail(ErrorKind::kOutOfMemory, "allocate: {} elements of {} are more than any memory", elements, dtype);
+  return static_cast<std::size_t>(elements * size);
 }
 
 std::int64_t last_extent(const Shape& shape) { return shape.rank() == 0 ? 1 : std::max<std::int64_t>(shape[-1], 1); }
@@ -133,7 +146,7 @@ Tensor Tensor::empty(const Shape& shape, DType dtype, StreamRef stream) {
   t.shape_ = shape;
   t.dtype_ = dtype;
   t.strides_ = row_major(shape, last_extent(shape));
-  t.storage_ = std::make_shared<Storage>(static_cast<std::size_t>(shape.elements()) * size_of(dtype), stream);
+  t.storage_ = std::make_shared<Storage>(bytes_of(shape.elements(), dtype), stream);
   return t;
 }
 
@@ -147,14 +160,15 @@ Tensor Tensor::empty_with_slack(const Shape& shape, std::int64_t slack_cols, DTy
   detail::require(shape.rank() >= 1 && slack_cols >= 0,
                   "empty_with_slack: expected rank >= 1 and slack >= 0, got shape {} and slack {}", shape, slack_cols);
   const std::int64_t cols = shape[-1];
+  detail::require(slack_cols <= std::numeric_limits<std::int64_t>::max() - 63 - cols,
+                  "empty_with_slack: expected fewer than 2^63 columns, got {} and a slack of {}", cols, slack_cols);
   const std::int64_t row_stride = (cols + slack_cols + 63) / 64 * 64;
   Tensor t;
   t.shape_ = shape;
   t.dtype_ = dtype;
   t.strides_ = row_major(shape, row_stride);
   t.slack_ = row_stride - cols;
-  t.storage_ = std::make_shared<Storage>(
-      static_cast<std::size_t>(shape.with(-1, row_stride).elements()) * size_of(dtype), stream);
+  t.storage_ = std::make_shared<Storage>(bytes_of(shape.with(-1, row_stride).elements(), dtype), stream);
   return t;
 }
 
@@ -192,11 +206,11 @@ StreamRef Tensor::stream() const {
 }
 
 bool Tensor::is_contiguous() const noexcept {
+  if (elements() == 0) return true;
   std::int64_t expected = 1;
   for (int d = rank() - 1; d >= 0; --d) {
     const auto i = static_cast<std::size_t>(d);
     const std::int64_t extent = shape_.extents()[i];
-    if (extent == 0) return true;
     if (extent != 1 && strides_[i] != expected) return false;
     expected *= extent;
   }
@@ -223,7 +237,7 @@ Tensor Tensor::slice(int dim, std::int64_t begin, std::int64_t end) const {
   view.shape_ = shape_.with(dim, end - begin);
   if (begin != end) view.offset_ += begin * stride(dim);
   const bool last = dim == -1 || dim == rank() - 1;
-  if (last && end != extent) view.slack_ = 0;
+  if (last && (end != extent || begin == end)) view.slack_ = 0;  // an empty view ends nowhere
   return view;
 }
 

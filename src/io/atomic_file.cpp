@@ -8,11 +8,10 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
-#include <csignal>
-#include <ctime>
 #include <utility>
 #include <vector>
 
+#include "io/file_size_signal.h"
 #include "io/input_file.h"
 #include "io/sync_directory.h"
 #include "rowan/core/error.h"
@@ -22,28 +21,6 @@ namespace rowan {
 namespace {
 
 using detail::fail_system;
-
-/// Holds back SIGXFSZ on this thread, so that a file size limit is an error (EFBIG) and does not end the process.
-class FileSizeSignalBlock {
- public:
-  FileSizeSignalBlock() {
-    sigemptyset(&signals_);
-    sigaddset(&signals_, SIGXFSZ);
-    pthread_sigmask(SIG_BLOCK, &signals_, &previous_);
-  }
-  ~FileSizeSignalBlock() {
-    const timespec now{};
-    if (sigismember(&previous_, SIGXFSZ) == 0)
-      sigtimedwait(&signals_, nullptr, &now);  // takes away the one that a write raised
-    pthread_sigmask(SIG_SETMASK, &previous_, nullptr);
-  }
-  FileSizeSignalBlock(const FileSizeSignalBlock&) = delete;
-  FileSizeSignalBlock& operator=(const FileSizeSignalBlock&) = delete;
-
- private:
-  sigset_t signals_{};
-  sigset_t previous_{};
-};
 
 std::filesystem::path directory_of(const std::filesystem::path& path) {
   return path.has_parent_path() ? path.parent_path() : std::filesystem::path(".");
@@ -101,7 +78,7 @@ AtomicFile::~AtomicFile() {
 
 void AtomicFile::write(const void* data, std::size_t bytes) {
   constexpr std::size_t kPiece = std::size_t{1} << 30;  // one call transfers less than 2 GiB
-  const FileSizeSignalBlock no_signal;
+  const detail::FileSizeSignalBlock no_signal;
   const auto* from = static_cast<const char*>(data);
   while (bytes > 0) {
     const ssize_t put = ::write(descriptor_, from, std::min(bytes, kPiece));

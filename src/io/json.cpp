@@ -13,7 +13,7 @@ namespace rowan::detail {
 namespace {
 
 constexpr int kMaxDepth = 128;
-constexpr std::size_t kMaxOpenKeys = 1u << 18;  // bounds the memory of the duplicate check
+constexpr std::size_t kMaxOpenKeys = 1u << 20;  // bounds the memory of the duplicate check; a vocabulary is one object
 
 }  // namespace
 
@@ -141,6 +141,25 @@ JsonObject JsonObject::object(const std::string& name) const {
   const auto& value = at(name);
   if (!value.is_object()) fail(name, fmt::format("expected an object, got {}", describe(value)));
   return {path_, value, prefix_ + name + "."};
+}
+
+std::vector<JsonObject> JsonObject::objects(const std::string& name) const {
+  const auto& value = at(name);
+  if (!value.is_array()) fail(name, fmt::format("expected an array, got {}", describe(value)));
+  std::vector<JsonObject> all;
+  for (std::size_t i = 0; i < value.size(); ++i) {
+    if (!value[i].is_object())
+      fail(fmt::format("{}.{}", name, i), fmt::format("expected an object, got {}", describe(value[i])));
+    all.emplace_back(path_, value[i], fmt::format("{}{}.{}.", prefix_, name, i));
+  }
+  return all;
+}
+
+void JsonObject::allow_only(std::initializer_list<std::string_view> names) const {
+  for (const auto& [name, value] : object_.items()) {
+    if (!value.is_null() && std::find(names.begin(), names.end(), name) == names.end())
+      refuse(name, "it is not supported");
+  }
 }
 
 void JsonObject::fail(const std::string& name, const std::string& cause) const {

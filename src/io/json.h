@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <initializer_list>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <string>
@@ -74,7 +75,12 @@ class JsonObject {
   const std::string& string(const std::string& name) const;
   bool boolean(const std::string& name, bool absent) const;
   JsonObject object(const std::string& name) const;
+  /// An array of objects.
+  std::vector<JsonObject> objects(const std::string& name) const;
   const nlohmann::ordered_json& members() const noexcept { return object_; }
+
+  /// Throws Unsupported for a member that is not among these, unless it is null.
+  void allow_only(std::initializer_list<std::string_view> names) const;
 
   [[noreturn]] void fail(const std::string& name, const std::string& cause) const;
   /// Throws Unsupported: "FILE: MEMBER: CAUSE".

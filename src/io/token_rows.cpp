@@ -8,32 +8,36 @@
 #include <string_view>
 
 #include "io/input_file.h"
-#include "io/json.h"
+#include "io/token_rows.h"
 #include "rowan/io/atomic_file.h"
 
 namespace rowan {
 
 namespace {
 
-constexpr std::int64_t kMaxFileBytes = std::int64_t{4} << 30;
 constexpr std::int64_t kIgnored = -100;
 
-/// One line of the file; `where` is "FILE:LINE".
-TokenRow parse_row(const std::string& where, std::string_view line) {
-  detail::JsonScanner(where).scan(line);  // strict: duplicate keys, depth
-  const auto json = nlohmann::ordered_json::parse(line);
-  if (!json.is_object()) detail::fail_format(where, "expected an object, got " + detail::describe(json));
+}  // namespace
+
+nlohmann::ordered_json detail::parse_line(const std::string& where, std::string_view line) {
+  JsonScanner(where).scan(line);  // strict: duplicate keys, depth
+  auto json = nlohmann::ordered_json::parse(line);
+  if (!json.is_object()) fail_format(where, "expected an object, got " + describe(json));
+  return json;
+}
+
+TokenRow detail::parse_token_row(const std::string& where, const nlohmann::ordered_json& json) {
   TokenRow row;
   for (const auto& [name, values] : json.items()) {
     if (name != "input_ids" && name != "labels")
-      detail::fail_format(where, "member " + detail::quote(name) + " is not input_ids or labels");
-    if (!values.is_array()) detail::fail_format(where, name + ": expected an array, got " + detail::describe(values));
+      fail_format(where, "member " + quote(name) + " is not input_ids or labels");
+    if (!values.is_array()) fail_format(where, name + ": expected an array, got " + describe(values));
     for (const auto& value : values) {
       const bool integer = value.is_number_integer();
       const std::int64_t id = integer ? value.get<std::int64_t>() : -1;
       const bool ignored = integer && name == "labels" && id == kIgnored;
       if (!ignored && (id < 0 || id > std::numeric_limits<std::int32_t>::max())) {
-        detail::fail_format(where, name + ": expected token ids, got " + detail::describe(value));
+        fail_format(where, name + ": expected token ids, got " + describe(value));
       }
       if (name == "labels") {
         row.labels.push_back(id);
@@ -42,29 +46,22 @@ TokenRow parse_row(const std::string& where, std::string_view line) {
       }
     }
   }
-  if (!json.contains("input_ids")) detail::fail_format(where, "input_ids is missing");
+  if (!json.contains("input_ids")) fail_format(where, "input_ids is missing");
   if (!json.contains("labels")) row.labels.assign(row.input_ids.begin(), row.input_ids.end());
   if (row.labels.size() != row.input_ids.size()) {
-    detail::fail_format(
-        where, fmt::format("labels: expected {} as input_ids, got {}", row.input_ids.size(), row.labels.size()));
+    fail_format(where,
+                fmt::format("labels: expected {} as input_ids, got {}", row.input_ids.size(), row.labels.size()));
   }
   return row;
 }
 
-}  // namespace
-
 std::vector<TokenRow> read_token_rows(const std::filesystem::path& path) {
-  const std::string text = read_text_file(path, kMaxFileBytes);
+  const std::string text = read_text_file(path, detail::kMaxDatasetBytes);
   std::vector<TokenRow> rows;
-  std::int64_t number = 0;
-  for (std::size_t begin = 0; begin < text.size();) {
-    const std::size_t end = std::min(text.find('\n', begin), text.size());
-    const std::string_view line(text.data() + begin, end - begin);
-    begin = end + 1;
-    ++number;
-    if (line.find_first_not_of(" \t\r") != std::string_view::npos)
-      rows.push_back(parse_row(fmt::format("{}:{}", path.string(), number), line));
-  }
+  detail::for_lines(text, [&](std::string_view line, std::int64_t number) {
+    const std::string where = fmt::format("{}:{}", path.string(), number);
+    rows.push_back(detail::parse_token_row(where, detail::parse_line(where, line)));
+  });
   return rows;
 }
 

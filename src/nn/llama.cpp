@@ -46,6 +46,14 @@ TokenBatch HostBatch::to(std::int64_t vocab_size, StreamRef stream) const {
     detail::require(label == kIgnoredLabel || (0 <= label && label < vocab_size),
                     "HostBatch: expected labels in [0, {}) or {}, got {}", vocab_size, kIgnoredLabel, label);
   }
+  const bool sequences_fit = !starts.empty() && starts.front() == 0 && starts.back() == tokens();
+  detail::require(sequences_fit, "HostBatch: expected sequence starts from 0 to {} (tokens), got {}", tokens(),
+                  starts.empty() ? "none" : fmt::format("{} to {}", starts.front(), starts.back()));
+  for (std::size_t s = 1; s < starts.size(); ++s) {
+    const std::int64_t length = std::int64_t{starts[s]} - starts[s - 1];
+    detail::require(0 <= length && length <= max_length,
+                    "HostBatch: expected sequence lengths in [0, {}] (max_length), got {}", max_length, length);
+  }
   const Shape tokens_shape{tokens()};
   TokenBatch batch;
   batch.ids = Tensor::from_host(tokens_shape, ids, stream);

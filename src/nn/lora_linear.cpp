@@ -153,15 +153,16 @@ void LoraLinear::forward(const Tensor& x, Tensor& y, LoraLinearContext& context,
                          const std::optional<DropoutKey>& dropout) const {
   check_forward(x, y, stream, dropout);
   const bool adapted = enabled_ && columns_ > 0;
-  context.slack_claim.reset();  // where it was on this x, the columns are free again
   LoraLinearContext fresh;
   fresh.x = x;
-  if (adapted && x.slack() >= columns_) fresh.slack_claim = x.claim_slack();
-  const bool spare = fresh.slack_claim != nullptr;
   if (adapted && (drops(Place::kInput) || drops(Place::kOutput))) fresh.dropout = dropout;
+  // Where the context was on this x, the spare columns are free again. x and dropout may have been its own.
+  context = LoraLinearContext();
+  if (adapted && fresh.x.slack() >= columns_) fresh.slack_claim = fresh.x.claim_slack();
+  const bool spare = fresh.slack_claim != nullptr;
   if (adapted) {
-    fresh.s = spare ? x.slack_view(columns_) : Tensor::empty({x.size(0), columns_}, dtype_, stream);
-    shrink_input(x, fresh, fresh.s, fresh.dropout && drops(Place::kInput), stream);
+    fresh.s = spare ? fresh.x.slack_view(columns_) : Tensor::empty({fresh.x.size(0), columns_}, dtype_, stream);
+    shrink_input(fresh.x, fresh, fresh.s, fresh.dropout && drops(Place::kInput), stream);
   }
 
   if (has_bias_) broadcast_row(bias_, y, stream);
@@ -169,9 +170,9 @@ void LoraLinear::forward(const Tensor& x, Tensor& y, LoraLinearContext& context,
   const Tensor rows = buffer_.slice(0, 0, out_features_);
   const bool output_dropped = fresh.dropout && drops(Place::kOutput);
   if (adapted && spare && !output_dropped) {
-    gemm(x.with_slack(columns_), rows.transpose(0, 1), y, stream, options);
+    gemm(fresh.x.with_slack(columns_), rows.transpose(0, 1), y, stream, options);
   } else {
-    gemm(x, rows.slice(1, 0, in_features_).transpose(0, 1), y, stream, options);
+    gemm(fresh.x, rows.slice(1, 0, in_features_).transpose(0, 1), y, stream, options);
     if (adapted && !output_dropped) {
       lora_expand(fresh.s, rows.slice(1, in_features_, in_features_ + columns_).transpose(0, 1), y, 1, stream);
     } else if (adapted) {

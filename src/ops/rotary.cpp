@@ -47,6 +47,7 @@ std::vector<double> rotary_frequencies(const RotaryConfig& config) {
   for (std::int64_t j = 0; j < config.head_dim; j += 2) {
     const double frequency =
         1.0 / std::pow(config.theta, static_cast<double>(j) / static_cast<double>(config.head_dim));
+    require(std::isfinite(frequency), "{}: expected a theta with finite frequencies, got {}", op, config.theta);
     frequencies.push_back(config.type == RotaryType::kLlama3 ? llama3_frequency(frequency, config) : frequency);
   }
   return frequencies;

@@ -1,12 +1,16 @@
 #include "rowan/train/metrics.h"
 
 #include <fmt/format.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 #include <cerrno>
 #include <cstring>
 #include <limits>
 #include <nlohmann/json.hpp>
+#include <string_view>
 
+#include "io/file_size_signal.h"
 #include "io/input_file.h"
 #include "io/json.h"
 #include "rowan/core/error.h"
@@ -14,6 +18,8 @@
 
 namespace rowan {
 namespace {
+
+constexpr std::int64_t kMaxBytes = std::int64_t{1} << 30;  // of a file that is read
 
 [[noreturn]] void fail(const std::filesystem::path& path, const std::string& what) {
   throw Error(ErrorKind::kIo, fmt::format("metrics: {}: {}", path.string(), what));
@@ -27,6 +33,18 @@ std::uintmax_t size_of_whole_lines(std::FILE* file, std::uintmax_t size) {
   }
   std::rewind(file);  // C asks for it between reading and writing
   return size;
+}
+
+// Writes all of `text` and returns 0, or the error's number.
+int write_all(int file, std::string_view text) {
+  const detail::FileSizeSignalBlock no_signal;
+  while (!text.empty()) {
+    const ssize_t put = ::write(file, text.data(), text.size());
+    if (put < 0 && errno == EINTR) continue;
+    if (put <= 0) return put < 0 ? errno : ENOSPC;
+    text.remove_prefix(static_cast<std::size_t>(put));
+  }
+  return 0;
 }
 
 }  // namespace
@@ -51,9 +69,27 @@ void MetricsWriter::write(const MetricRecord& record) {
     std::visit([&, &key = name](const auto& v) { line[key] = v; }, value);
   }
   const std::string text = line.dump(-1, ' ', false, nlohmann::ordered_json::error_handler_t::replace) + '\n';
-  errno = 0;
-  const bool stored = std::fwrite(text.data(), 1, text.size(), file_.get()) == text.size();
-  if (std::fflush(file_.get()) != 0 || !stored) fail(path_, errno == 0 ? "write failed" : std::strerror(errno));
+  const int file = ::fileno(file_.get());
+  struct stat before {};
+  if (::fstat(file, &before) != 0) fail(path_, std::strerror(errno));
+  const int error = write_all(file, text);
+  if (error == 0) return;
+  // A part of the line would spoil the next one.
+  if (S_ISREG(before.st_mode)) static_cast<void>(::ftruncate(file, before.st_size));
+  fail(path_, std::strerror(error));
+}
+
+void drop_metrics_after(const std::filesystem::path& path, std::int64_t step) {
+  std::error_code error;
+  if (!std::filesystem::exists(path, error)) return;
+  const std::string text = read_text_file(path, kMaxBytes);
+  std::size_t kept = 0;
+  for (std::size_t end = 0; (end = text.find('\n', kept)) != std::string::npos; kept = end + 1) {
+    const auto line = nlohmann::json::parse(text.data() + kept, text.data() + end, nullptr, false);
+    const auto at = line.is_object() ? line.find("step") : line.end();
+    if (at == line.end() || !at->is_number_integer() || at->get<std::int64_t>() > step) break;
+  }
+  if (kept < text.size()) write_text_file(path, std::string_view(text).substr(0, kept));
 }
 
 namespace {
@@ -71,7 +107,6 @@ MetricValue metric_value(const std::string& where, const std::string& name, cons
 }  // namespace
 
 std::vector<MetricRecord> read_metrics(const std::filesystem::path& path) {
-  constexpr std::int64_t kMaxBytes = std::int64_t{1} << 30;
   const std::string text = read_text_file(path, kMaxBytes);
   std::vector<MetricRecord> records;
   std::int64_t number = 0;

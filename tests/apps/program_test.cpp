@@ -1,6 +1,8 @@
 // The program as a user meets it: output, files, exit status.
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
+#include <filesystem>
 #include <nlohmann/json.hpp>
 #include <string>
 
@@ -103,6 +105,41 @@ TEST_CASE("rowan eval refuses bad data and models with status 3, naming file and
       run_program(scratch, "eval --device cpu --model '" + (scratch / "none").string() + "' --data x");
   CHECK(missing.status == 3);
   CHECK(missing.err.find("none") != std::string::npos);
+}
+
+TEST_CASE("rowan eval refuses files that do not fit their configuration, and rows beyond its window, with status 3") {
+  REQUIRE(program_is_built());
+  const test::ScratchDirectory scratch;
+  const auto copy = [&](const std::string& from, const std::string& to) {
+    std::filesystem::copy(test::data_path("models/" + from), scratch / to);
+    return scratch / to;
+  };
+  const auto replace = [](const std::filesystem::path& file, const std::string& from, const std::string& to) {
+    std::string text = test::read_file(file);
+    REQUIRE(text.find(from) != std::string::npos);
+    test::write_file(file, text.replace(text.find(from), from.size(), to));
+  };
+  const auto refused = [&](const std::string& model, const std::string& more, const std::string& named) {
+    test::write_file(scratch / "rows.jsonl", "{\"input_ids\": [1, 2, 3]}\n");
+    const Outcome outcome = run_program(scratch, "eval --device cpu --model '" + model + "' --data '" +
+                                                     (scratch / "rows.jsonl").string() + "' " + more);
+    CAPTURE(outcome.err);
+    CHECK(outcome.status == 3);
+    CHECK(outcome.err.find(named) != std::string::npos);
+  };
+  const std::string llama = test::data_path("models/llama").string();
+  const auto adapter = copy("llama/adapter", "adapter");
+  replace(adapter / "adapter_config.json", "\"r\": 8", "\"r\": 9");
+  refused(llama, "--adapter '" + adapter.string() + "'", "lora_A");
+  replace(adapter / "adapter_config.json", "layers.0.self_attn.q_proj", "layers.7.self_attn.q_proj");
+  refused(llama, "--adapter '" + adapter.string() + "'", "layers.7");
+  const auto huge = copy("llama", "huge");  // 2^44 elements by its configuration
+  replace(huge / "config.json", "\"hidden_size\": 64", "\"hidden_size\": 1048576");
+  replace(huge / "config.json", "\"vocab_size\": 320", "\"vocab_size\": 16777216");
+  refused(huge.string(), "", "embed_tokens");
+  const auto mistral = copy("mistral", "mistral");
+  replace(mistral / "config.json", "\"sliding_window\": null", "\"sliding_window\": 2");
+  refused(mistral.string(), "", "sliding_window");
 }
 
 TEST_CASE("wrong options end with status 2 and name what was wrong") {

@@ -96,6 +96,19 @@ TEST_CASE("reshape splits and merges dimensions where strides allow it") {
   CHECK(Tensor::empty({0, 3}, DType::kFloat32, stream).reshape({3, 0, 2}).elements() == 0);
 }
 
+TEST_CASE("a tensor without elements is contiguous and takes any shape without elements, whatever its strides") {
+  const StreamRef stream;
+  for (const Shape& shape : {Shape{0, 3, 2}, Shape{3, 0, 2}, Shape{2, 3, 0}}) {
+    CAPTURE(to_string(shape));
+    const Tensor t = Tensor::empty_with_slack(shape, 8, DType::kFloat32, stream);
+    CHECK(t.is_contiguous());
+    for (const Shape& other : {Shape{0, 2}, Shape{6, 0}, Shape{0}, Shape{1, 0, 5}})
+      CHECK(t.reshape(other).shape() == other);
+    CHECK(t.to_vector<float>(stream).empty());
+  }
+  CHECK(counting({4, 6}, stream).transpose(0, 1).slice(1, 2, 2).reshape({3, 0}).elements() == 0);
+}
+
 TEST_CASE("slack columns belong to rows and only to whole rows") {
   const StreamRef stream;
   Tensor t = Tensor::empty_with_slack({3, 70}, 10, DType::kFloat32, stream);
@@ -111,6 +124,7 @@ TEST_CASE("slack columns belong to rows and only to whole rows") {
   CHECK(t.slice(0, 1, 3).slack() == 58);
   CHECK(t.slice(1, 60, 70).slack() == 58);
   CHECK(t.slice(1, 0, 60).slack() == 0);
+  CHECK(t.slice(1, 70, 70).slack() == 0);
   CHECK(t.transpose(0, 1).slack() == 0);
   CHECK(t.reshape({3, 7, 10}).slack() == 0);
   CHECK(t.reshape({1, 3, 70}).slack() == 58);
@@ -155,6 +169,30 @@ TEST_CASE("wrong uses of a tensor name what was expected") {
     CHECK(error.kind() == rowan::ErrorKind::kInvalidArgument);
     CHECK(std::string(error.what()).find("float64") != std::string::npos);
   }
+}
+
+TEST_CASE("a tensor of more bytes than there are addresses is out of memory, not a small one") {
+  constexpr std::int64_t kWraps = std::int64_t{1} << 61;  // times eight bytes: 2^64
+  const auto kind_of = [](const auto& make) {
+    try {
+      make();
+    } catch (const Error& error) {
+      return error.kind();
+    }
+    return rowan::ErrorKind::kInterrupted;
+  };
+  CHECK(kind_of([] { Tensor::empty({kWraps}, DType::kFloat64, StreamRef()); }) == rowan::ErrorKind::kOutOfMemory);
+  CHECK(kind_of([] { Tensor::empty({kWraps, 2}, DType::kBFloat16, StreamRef()); }) == rowan::ErrorKind::kOutOfMemory);
+  CHECK(kind_of([] {
+          Tensor::empty_with_slack({kWraps, 1}, 1, DType::kInt32, StreamRef());
+        }) == rowan::ErrorKind::kInvalidArgument);  // its shape with slack has no count
+  constexpr std::int64_t kSlack = std::numeric_limits<std::int64_t>::max() - 4;
+  CHECK(kind_of([] {
+          Tensor::empty_with_slack({2, 5}, kSlack, DType::kFloat32, StreamRef());
+        }) == rowan::ErrorKind::kInvalidArgument);
+  CHECK(kind_of([] {
+          Tensor::empty_with_slack({1, 5}, kSlack - 128, DType::kFloat32, StreamRef());
+        }) == rowan::ErrorKind::kOutOfMemory);
 }
 
 TEST_CASE("overlap is told by byte ranges within one storage") {

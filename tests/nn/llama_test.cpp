@@ -262,6 +262,25 @@ TEST_CASE("token ids, labels and lengths outside the model are refused by value"
   CHECK_THROWS_AS(model.logits(longer.to(11, stream), stream), Error);
 }
 
+TEST_CASE("sequences that do not cover a batch's tokens, or are longer than it says, are refused by value") {
+  HostBatch batch;
+  batch.append({1, 2, 3});
+  batch.append({4});
+  CHECK(batch.to(11, StreamRef()).sequences.starts.size(0) == 3);
+  const auto refused = [&](const std::vector<std::int32_t>& starts, std::int64_t max_length) {
+    HostBatch bad = batch;
+    bad.starts = starts;
+    bad.max_length = max_length;
+    CHECK_THROWS_AS(bad.to(11, StreamRef()), Error);
+  };
+  refused({}, 3);
+  refused({0, 3}, 3);
+  refused({1, 4}, 3);
+  refused({0, 5}, 5);
+  refused({0, 3, 2, 4}, 3);
+  refused({0, 3, 4}, 2);
+}
+
 TEST_CASE("sequences longer than the sliding window are refused, shorter ones are not") {
   const StreamRef stream;
   ModelConfig config = tiny_config("MistralForCausalLM");

@@ -638,6 +638,29 @@ TEST_CASE("adapters start with A uniform in 1 / sqrt(K) and B zero, the same val
   }
 }
 
+TEST_CASE("a forward that runs out of memory leaves an empty context, not one whose S another layer may overwrite") {
+  const StreamRef cpu;
+  Trial trial(grouped(), DType::kFloat32, cpu);
+  trial.forward(cpu);
+  const Tensor bare = with_gaps(random_normal({12, 20}, DType::kFloat32, 1, cpu), 3, 1, cpu);
+  Tensor y = Tensor::empty({12, trial.layer.out_features()}, DType::kFloat32, cpu);
+  Tensor dx = Tensor::empty({12, 20}, DType::kFloat32, cpu);
+  {
+    const ScopedAllocator scope(std::make_shared<LimitingAllocator>(current_allocator(Device::cpu()), 0));
+    CHECK_THROWS_AS(trial.layer.forward(bare, y, trial.context, cpu), Error);
+  }
+  CHECK_THROWS_AS(trial.layer.backward(trial.dy, trial.context, &dx, cpu), Error);
+}
+
+TEST_CASE("a forward may run again on its own context's x and dropout key") {
+  const StreamRef cpu;
+  Trial trial(grouped(0.5), DType::kFloat32, cpu);
+  const std::vector<double> first = values(trial.forward(cpu, DropoutKey{1, 2}), cpu);
+  Tensor y = Tensor::empty({12, trial.layer.out_features()}, DType::kFloat32, cpu);
+  trial.layer.forward(trial.context.x, y, trial.context, cpu, trial.context.dropout);
+  CHECK(values(y, cpu) == first);
+}
+
 TEST_CASE("LoraLinear refuses arguments that do not fit and leaves tensors untouched") {
   const StreamRef cpu;
   CHECK_THROWS_AS(LoraLinear(0, single(config(8, 16)), DType::kFloat32, false, cpu), Error);

@@ -176,6 +176,9 @@ TEST_CASE("Rotary embedding refuses positions beyond its table and shapes that d
   RotaryConfig bad = config_of(4);
   bad.theta = 0;
   refuse("theta > 0, got 0", [&] { rotary_frequencies(bad); });
+  bad = config_of(64);
+  bad.theta = 1e-320;  // its powers have no reciprocal
+  refuse("finite frequencies", [&] { rotary_frequencies(bad); });
   bad = config_of(4, RotaryType::kLlama3);
   bad.low_freq_factor = 4;
   refuse("low_freq_factor < high_freq_factor, got 4 and 4", [&] { rotary_frequencies(bad); });

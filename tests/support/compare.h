@@ -27,7 +27,6 @@ struct Difference {
   double max_absolute = 0;        ///< max |a - b|; infinity when one is NaN and the other is not, or shapes differ
   double max_reference = 0;       ///< max |b|
   double relative_frobenius = 0;  ///< ||a - b|| / ||b||
-  std::int64_t exceeding = 0;     ///< elements beyond the bound, for within()
 };
 Difference difference(const std::vector<double>& a, const std::vector<double>& b);
 

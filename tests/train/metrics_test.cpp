@@ -1,5 +1,7 @@
 #include "rowan/train/metrics.h"
 
+#include <sys/resource.h>
+
 #include <cmath>
 #include <limits>
 #include <nlohmann/json.hpp>
@@ -105,6 +107,22 @@ TEST_CASE("metrics that cannot be stored are an Io error") {
   CHECK(kind_of([&] { MetricsWriter(dir / "missing" / "metrics.jsonl"); }) == ErrorKind::kIo);
   CHECK(kind_of([&] { MetricsWriter(dir.path()); }) == ErrorKind::kIo);
   CHECK(kind_of([] { MetricsWriter("/dev/full").write({{"step", 0}}); }) == ErrorKind::kIo);
+}
+
+TEST_CASE("a file size limit is an error, leaves no part of a line, and metrics can go on") {
+  const ScratchDirectory dir;
+  MetricsWriter writer(dir / "metrics.jsonl");
+  writer.write({{"step", 0}});
+  rlimit before{};
+  REQUIRE(::getrlimit(RLIMIT_FSIZE, &before) == 0);
+  const rlimit lowered{40, before.rlim_max};
+  REQUIRE(::setrlimit(RLIMIT_FSIZE, &lowered) == 0);
+  const ErrorKind kind = kind_of([&] { writer.write({{"sample", std::string(100, 'x')}}); });
+  REQUIRE(::setrlimit(RLIMIT_FSIZE, &before) == 0);
+  CHECK(kind == ErrorKind::kIo);
+  CHECK(read_file(dir / "metrics.jsonl") == "{\"step\":0}\n");
+  writer.write({{"step", 1}});
+  CHECK(read_file(dir / "metrics.jsonl") == "{\"step\":0}\n{\"step\":1}\n");
 }
 
 TEST_CASE("a metric named twice in one line is refused and nothing is written") {

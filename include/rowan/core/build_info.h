@@ -12,6 +12,7 @@ struct BuildInfo {
   std::string blas;           ///< for example "OpenBLAS 0.3.21 (openmp)", empty when plain loops are used
   std::string architectures;  ///< CUDA architectures compiled in
   std::string compiler;
+  std::string commit;  ///< of the source, empty where it was not built from a checkout
 };
 
 const BuildInfo& build_info();

@@ -40,8 +40,8 @@ struct HostBatch {
   std::int64_t tokens() const noexcept { return static_cast<std::int64_t>(ids.size()); }
   /// Labels that count for the loss.
   std::int64_t counted_tokens() const noexcept;
-  /// Copies to the stream's device. Throws InvalidArgument for ids or labels outside the vocabulary, which no kernel
-  /// can report.
+  /// Copies to the stream's device. Throws InvalidArgument for ids or labels outside the vocabulary and for starts that
+  /// do not cover the tokens in sequences of at most max_length, none of which a kernel can report.
   TokenBatch to(std::int64_t vocab_size, StreamRef stream) const;
 };
 

@@ -88,8 +88,8 @@ class LoraLinear {
   std::int64_t slack_columns() const noexcept { return columns_; }
 
   /// x [M, K], y [M, N], adjacent columns, any row stride, dtype of the layer, not sharing memory. Writes y and x's
-  /// spare columns and fills context. With a dropout key (training) the adapters' dropout acts, each part with masks of
-  /// its own; without one it does not.
+  /// spare columns and fills context, which is empty when memory runs out on the way. With a dropout key (training) the
+  /// adapters' dropout acts, each part with masks of its own; without one it does not.
   void forward(const Tensor& x, Tensor& y, LoraLinearContext& context, StreamRef stream,
                const std::optional<DropoutKey>& dropout = {}) const;
 

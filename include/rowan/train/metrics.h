@@ -41,7 +41,8 @@ class MetricsWriter final : public MetricsSink {
   explicit MetricsWriter(const std::filesystem::path& path);
 
   /// A double is written with the fewest digits that read back to the same bits, NaN and infinities as null, a byte
-  /// that is not UTF-8 as U+FFFD. Throws Io when the line could not be stored, InvalidArgument when a name comes twice.
+  /// that is not UTF-8 as U+FFFD. Throws Io when the line could not be stored (nothing of it stays in the file),
+  /// InvalidArgument when a name comes twice.
   void write(const MetricRecord& record) override;
 
  private:
@@ -52,6 +53,11 @@ class MetricsWriter final : public MetricsSink {
   std::filesystem::path path_;
   std::unique_ptr<std::FILE, Close> file_;
 };
+
+/// Drops the records of a JSON Lines file from the first one on whose "step" is above `step`: what a run that goes on
+/// from a checkpoint of that step is about to write again. Replaces the file atomically; no error where there is none.
+/// Throws Io.
+void drop_metrics_after(const std::filesystem::path& path, std::int64_t step);
 
 /// The records of a JSON Lines file, null as NaN; a last line without its newline, which may be torn, is passed over.
 /// Throws Io when the file cannot be read; Format naming file and line for what is no object of numbers, texts and

@@ -1,0 +1,25 @@
+# Oniguruma, for the regular expressions of tokenizer.json.
+# Sets Oniguruma_FOUND, Oniguruma_VERSION and makes Oniguruma::Oniguruma. Oniguruma_LIBRARY and Oniguruma_INCLUDE_DIR may be given.
+find_library(Oniguruma_LIBRARY NAMES onig)
+find_path(Oniguruma_INCLUDE_DIR NAMES oniguruma.h)
+mark_as_advanced(Oniguruma_LIBRARY Oniguruma_INCLUDE_DIR)
+set(Oniguruma_VERSION "")
+if(Oniguruma_INCLUDE_DIR)
+  file(STRINGS "${Oniguruma_INCLUDE_DIR}/oniguruma.h" found REGEX "#define +ONIGURUMA_VERSION_(MAJOR|MINOR|TEENY) +[0-9]+")
+  foreach(line IN LISTS found)
+    string(REGEX MATCH "[0-9]+$" number "${line}")
+    list(APPEND Oniguruma_VERSION ${number})
+  endforeach()
+  list(JOIN Oniguruma_VERSION "." Oniguruma_VERSION)
+endif()
+
+include(FindPackageHandleStandardArgs)
+find_package_handle_standard_args(Oniguruma REQUIRED_VARS Oniguruma_LIBRARY Oniguruma_INCLUDE_DIR VERSION_VAR Oniguruma_VERSION)
+if(Oniguruma_FOUND AND NOT TARGET Oniguruma::Oniguruma)
+  add_library(Oniguruma::Oniguruma UNKNOWN IMPORTED)
+  set_target_properties(Oniguruma::Oniguruma PROPERTIES
+    IMPORTED_LOCATION "${Oniguruma_LIBRARY}" INTERFACE_INCLUDE_DIRECTORIES "${Oniguruma_INCLUDE_DIR}")
+  if(CMAKE_FIND_PACKAGE_TARGETS_GLOBAL)
+    set_target_properties(Oniguruma::Oniguruma PROPERTIES IMPORTED_GLOBAL ON)
+  endif()
+endif()

@@ -1,0 +1,25 @@
+# Utf8proc, for Unicode normalization.
+# Sets Utf8proc_FOUND, Utf8proc_VERSION and makes utf8proc::utf8proc. Utf8proc_LIBRARY and Utf8proc_INCLUDE_DIR may be given.
+find_library(Utf8proc_LIBRARY NAMES utf8proc)
+find_path(Utf8proc_INCLUDE_DIR NAMES utf8proc.h)
+mark_as_advanced(Utf8proc_LIBRARY Utf8proc_INCLUDE_DIR)
+set(Utf8proc_VERSION "")
+if(Utf8proc_INCLUDE_DIR)
+  file(STRINGS "${Utf8proc_INCLUDE_DIR}/utf8proc.h" found REGEX "#define +UTF8PROC_VERSION_(MAJOR|MINOR|PATCH) +[0-9]+")
+  foreach(line IN LISTS found)
+    string(REGEX MATCH "[0-9]+$" number "${line}")
+    list(APPEND Utf8proc_VERSION ${number})
+  endforeach()
+  list(JOIN Utf8proc_VERSION "." Utf8proc_VERSION)
+endif()
+
+include(FindPackageHandleStandardArgs)
+find_package_handle_standard_args(Utf8proc REQUIRED_VARS Utf8proc_LIBRARY Utf8proc_INCLUDE_DIR VERSION_VAR Utf8proc_VERSION)
+if(Utf8proc_FOUND AND NOT TARGET utf8proc::utf8proc)
+  add_library(utf8proc::utf8proc UNKNOWN IMPORTED)
+  set_target_properties(utf8proc::utf8proc PROPERTIES
+    IMPORTED_LOCATION "${Utf8proc_LIBRARY}" INTERFACE_INCLUDE_DIRECTORIES "${Utf8proc_INCLUDE_DIR}")
+  if(CMAKE_FIND_PACKAGE_TARGETS_GLOBAL)
+    set_target_properties(utf8proc::utf8proc PROPERTIES IMPORTED_GLOBAL ON)
+  endif()
+endif()
