@@ -13,6 +13,7 @@
 #include "options.h"
 #include "rowan/core/error.h"
 #include "rowan/nn/llama_files.h"
+#include "rowan/text/dataset.h"
 #include "rowan/train/token_batches.h"
 #include "rowan/train/trainer.h"
 
@@ -63,7 +64,9 @@ void run_eval(const EvalOptions& options) {
       model_options.lora = lora_for(adapter->config(), config);
     });
   }
-  const std::vector<TokenRow> rows = reading_input([&] { return read_token_rows(options.data); });
+  const DatasetOptions dataset{
+      .model = options.model, .chat_template = options.chat_template, .mask_prompts = options.mask_prompts};
+  const std::vector<TokenRow> rows = reading_input([&] { return read_dataset(options.data, dataset); });
   check_rows(rows, config, options.data);
   const std::vector<HostBatch> batches = batches_of(rows, kTokensPerBatch);
   std::int64_t tokens = 0;

@@ -7,6 +7,8 @@
 
 #include "catch.h"
 #include "rowan/io/token_rows.h"
+#include "rowan/nn/llama_files.h"
+#include "rowan/text/dataset.h"
 #include "support/gguf_reader.h"
 #include "support/goldens.h"
 #include "support/model_directory.h"
@@ -93,6 +95,31 @@ TEST_CASE("rowan eval shifts labels inside and counts those that are not -100, t
                                                    " --data " + quoted(scratch / "rows.jsonl"));
   REQUIRE(outcome.status == 0);
   CHECK(nlohmann::json::parse(last_line(outcome.out)).at("tokens") == 3);
+}
+
+TEST_CASE("rowan eval takes rows of texts, and masks prompts") {
+  REQUIRE(test::program_is_built());
+  const ScratchDirectory scratch;
+  ModelConfig config = read_model_config(data_path("models/llama"));
+  config.vocab_size = 4096;
+  LlamaModel model(config, {}, StreamRef());
+  model.init_base(1, 0.02, StreamRef());
+  save_base(scratch / "model", model, StreamRef());
+  for (const char* file : {"tokenizer.json", "tokenizer_config.json"})
+    fs::copy_file(data_path("tokenizers/qwen") / file, scratch / "model" / file);
+  test::write_file(scratch / "texts.jsonl",
+                   "{\"prompt\": \"Who is there?\", \"completion\": \" A friend.\"}\n"
+                   "{\"prompt\": \"And?\", \"completion\": \" Nobody.\"}\n");
+  const std::string base = "--model " + quoted(scratch / "model") + " --data ";
+  for (const bool mask : {false, true}) {
+    write_token_rows(
+        scratch / "rows.jsonl",
+        read_dataset(scratch / "texts.jsonl", {.model = scratch / "model", .chat_template = "", .mask_prompts = mask}));
+    CHECK(loss_of(scratch, base + quoted(scratch / "texts.jsonl") + (mask ? " --mask-prompts" : "")) ==
+          loss_of(scratch, base + quoted(scratch / "rows.jsonl")));
+  }
+  fs::remove(scratch / "model/tokenizer.json");
+  check_refused(scratch, "eval --device cpu " + base + quoted(scratch / "texts.jsonl"), 3, "tokenizer.json");
 }
 
 TEST_CASE("rowan eval refuses models that it cannot compute, and a loss that is not finite") {
