@@ -10,6 +10,7 @@
 
 #include "exit_code.h"
 #include "rowan/core/error.h"
+#include "rowan/text/dataset.h"
 #include "rowan/train/token_batches.h"
 #include "rowan/train/trainer.h"
 #include "saved_model.h"
@@ -47,7 +48,9 @@ void run_eval(const EvalOptions& options) {
   const Stream stream(parse_device(options.device));
   // Everything is checked before the model takes memory.
   const SavedModel saved(options.model, options.adapter, options.dtype);
-  const std::vector<TokenRow> rows = reading_input([&] { return read_token_rows(options.data); });
+  const DatasetOptions dataset{
+      .model = options.model, .chat_template = options.chat_template, .mask_prompts = options.mask_prompts};
+  const std::vector<TokenRow> rows = reading_input([&] { return read_dataset(options.data, dataset); });
   check_rows(rows, saved.config(), options.data);
   const std::vector<HostBatch> batches = batches_of(rows, kTokensPerBatch);
   std::int64_t tokens = 0;

@@ -66,13 +66,21 @@ void add_demo(CLI::App& program, rowan::app::DemoOptions& options) {
 }
 
 void add_eval(CLI::App& program, rowan::app::EvalOptions& options) {
-  CLI::App* eval =
-      program.add_subcommand("eval", "Mean loss of a model, with or without an adapter, over rows of token ids");
+  CLI::App* eval = program.add_subcommand(
+      "eval", "Mean loss of a model, with or without an adapter, over all counted tokens of a file");
   eval->add_option("--model", options.model, "Hugging Face directory: config.json and safetensors weights")->required();
   eval->add_option("--adapter", options.adapter, "PEFT directory of a LoRA adapter");
-  eval->add_option("--data", options.data,
-                   "JSON Lines of {\"input_ids\", \"labels\"}, aligned as in Transformers; -100 does not count")
+  eval->add_option(
+          "--data", options.data,
+          "JSON Lines of {\"input_ids\", \"labels\"} (aligned as in Transformers, -100 does not count; taken as they "
+          "are), {\"text\"}, {\"prompt\", \"completion\"}, {\"messages\"} or {\"segments\"} (these need the model's "
+          "tokenizer.json)")
       ->required();
+  eval->add_option("--chat-template", options.chat_template,
+                   "Form of messages: chatml, qwen3, llama3 or mistral; default: the model's own, which must be one of "
+                   "these");
+  eval->add_flag("--mask-prompts", options.mask_prompts,
+                 "Only completions and what assistants say count for the loss; texts count whole");
   eval->add_option("--device", options.device, "cpu, cuda, cuda:N or auto (a CUDA device where there is one)")
       ->capture_default_str();
   eval->add_option("--dtype", options.dtype,

@@ -100,7 +100,8 @@ TEST_CASE("rowan eval refuses bad data and models with status 3, naming file and
   refused("{\"ids\": [1, 2]}\n", "ids");
   refused("{\"input_ids\": [1, 2]\n", "rows.jsonl:1");
   refused("{\"input_ids\": [1, 320]}\n", "320");
-  refused("", "no token");
+  refused("", "expected rows, got none");
+  refused("{\"input_ids\": [1]}\n", "no token");
   const Outcome missing =
       run_program(scratch, "eval --device cpu --model '" + (scratch / "none").string() + "' --data x");
   CHECK(missing.status == 3);
