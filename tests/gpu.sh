@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in one call: builds the CUDA preset, runs the whole suite in one process, then [sanitize] under
-# compute-sanitizer, then the demo on CPU and CUDA. Logs go to the folder given; a short table closes the output, and the status is 1
-# when anything failed.
-# Usage: tests/gpu.sh LOG_FOLDER [build] [tests] [sanitize] [demo]   (default: all)
+# Everything that needs a GPU, in one call: builds the CUDA preset, runs the whole suite, [sanitize] under the tools of
+# compute-sanitizer, the demo on CPU and CUDA, the benchmarks, and the study of default rates. Logs and results go to the folder
+# given; a short table closes the output, and the status is 1 when anything failed.
+# Usage: tests/gpu.sh LOG_FOLDER [build] [tests] [sanitize] [demo] [bench] [study]   (default: build tests sanitize demo)
+# Environment: SANITIZE_TOOLS (default: all four), BENCHES (default: lora muown step), ROWAN_COMMIT (named in results where the
+# checkout has no git).
 set -uo pipefail
-logs=$(realpath -m "${1:?usage: tests/gpu.sh LOG_FOLDER [build] [tests] [sanitize] [demo]}")
+logs=$(realpath -m "${1:?usage: tests/gpu.sh LOG_FOLDER [build] [tests] [sanitize] [demo] [bench] [study]}")
 shift
 stages=${*:-build tests sanitize demo}
 source "$(dirname "${BASH_SOURCE[0]}")/../third_party/build.sh"
@@ -22,23 +24,55 @@ timed() {
   return "$status"
 }
 
+# together NAME LOG COMMAND... beside others of its kind; finish_together waits for all and reports each.
+together() {
+  (timed "$@"; printf '%s\n' "${table[-1]}" > "$logs/$2.row"; exit "$failed") &
+  started+=("$2")
+}
+finish_together() {
+  local log
+  wait
+  for log in "${started[@]}"; do
+    table+=("$(cat "$logs/$log.row")")
+    rm "$logs/$log.row"
+    [[ ${table[-1]} == *"status 0 "* ]] || { failed=1; grep -E -B12 "FAILED|due to|=========" "$logs/$log" | head -100; }
+    tail -3 "$logs/$log"
+  done
+  started=()
+}
+started=()
+
 build() {
-  cmake --preset cuda -DROWAN_CUDA_ARCHS=90a-real && cmake --build --preset cuda --parallel "$(nproc)" -- -k 0
+  cmake --preset cuda -DROWAN_CUDA_ARCHS=90a-real -DROWAN_COMMIT="${ROWAN_COMMIT:-}" && cmake --build --preset cuda --parallel "$(nproc)" -- -k 0
 }
 
 for stage in $stages; do
   case $stage in
     build) timed build build.log build || grep -E "error|FAILED" "$logs/build.log" | head -40 ;;
-    tests)
-      timed "rowan-tests, all cases" tests.log build/cuda/bin/rowan-tests || grep -E -B12 "FAILED|due to" "$logs/tests.log" | head -150
-      tail -3 "$logs/tests.log"
+    tests)  # Catch2 2 knows no shards
+      shards=1
+      build/cuda/bin/rowan-tests --help | grep -q shard-count && shards=4
+      for ((shard = 0; shard < shards; ++shard)); do
+        together "rowan-tests, part $((shard + 1)) of $shards" "tests-$shard.log" build/cuda/bin/rowan-tests \
+          $( ((shards > 1)) && echo --shard-count $shards --shard-index $shard)
+      done
+      finish_together
       ;;
     sanitize)
-      for tool in ${SANITIZE_TOOLS:-memcheck}; do
-        timed "compute-sanitizer $tool" "$tool.log" compute-sanitizer --tool "$tool" --error-exitcode 9 build/cuda/bin/rowan-tests "[sanitize]" ||
-          grep -E "=========|FAILED" "$logs/$tool.log" | head -40
-        tail -2 "$logs/$tool.log"
+      for tool in ${SANITIZE_TOOLS:-memcheck racecheck initcheck synccheck}; do
+        together "compute-sanitizer $tool" "$tool.log" compute-sanitizer --tool "$tool" --error-exitcode 9 build/cuda/bin/rowan-tests "[sanitize]"
       done
+      finish_together
+      ;;
+    bench)
+      for bench in ${BENCHES:-lora muown step}; do
+        timed "rowan-bench $bench" "bench-$bench.log" build/cuda/bin/rowan-bench "$bench" --peers --results "$logs"
+        cat "$logs/bench-$bench.log"
+      done
+      ;;
+    study)
+      timed "rowan-bench study" study.log build/cuda/bin/rowan-bench study --results "$logs"
+      cat "$logs/study.log"
       ;;
     demo)
       for device in cuda cpu; do

@@ -6,15 +6,14 @@
 #include <cmath>
 #include <iostream>
 #include <nlohmann/json.hpp>
-#include <optional>
 #include <stdexcept>
 
 #include "exit_code.h"
-#include "options.h"
 #include "rowan/core/error.h"
-#include "rowan/nn/llama_files.h"
+#include "rowan/text/dataset.h"
 #include "rowan/train/token_batches.h"
 #include "rowan/train/trainer.h"
+#include "saved_model.h"
 
 namespace rowan::app {
 
@@ -48,31 +47,17 @@ void check_rows(const std::vector<TokenRow>& rows, const ModelConfig& config, co
 void run_eval(const EvalOptions& options) {
   const Stream stream(parse_device(options.device));
   // Everything is checked before the model takes memory.
-  const ModelConfig config = reading_input([&] { return read_model_config(options.model); });
-  LlamaOptions model_options;
-  model_options.dtype = options.dtype.empty()
-                            ? config.dtype
-                            : parse_dtype(options.dtype, {DType::kFloat32, DType::kBFloat16, DType::kFloat16});
-  const ModelFiles files = reading_input([&] { return ModelFiles(options.model); });
-  reading_input([&] { check_base(files, config); });
-  std::optional<AdapterFiles> adapter;
-  if (!options.adapter.empty()) {
-    reading_input([&] {
-      adapter.emplace(options.adapter);
-      static_cast<void>(adapter->match(linear_shapes(config)));
-      model_options.lora = lora_for(adapter->config(), config);
-    });
-  }
-  const std::vector<TokenRow> rows = reading_input([&] { return read_token_rows(options.data); });
-  check_rows(rows, config, options.data);
+  const SavedModel saved(options.model, options.adapter, options.dtype);
+  const DatasetOptions dataset{
+      .model = options.model, .chat_template = options.chat_template, .mask_prompts = options.mask_prompts};
+  const std::vector<TokenRow> rows = reading_input([&] { return read_dataset(options.data, dataset); });
+  check_rows(rows, saved.config(), options.data);
   const std::vector<HostBatch> batches = batches_of(rows, kTokensPerBatch);
   std::int64_t tokens = 0;
   for (const HostBatch& batch : batches) tokens += batch.counted_tokens();
   if (tokens == 0) throw Error(ErrorKind::kFormat, fmt::format("{}: no token counts for a loss", options.data));
 
-  LlamaModel model(config, model_options, stream);
-  reading_input([&] { load_base(model, files, stream); });
-  if (adapter) reading_input([&] { load_adapter(model, *adapter, stream); });
+  LlamaModel model = saved.load(stream);
   const double loss = evaluate(model, batches, stream);
   if (!std::isfinite(loss)) throw std::runtime_error("eval: the loss is not finite");
   if (options.json) {

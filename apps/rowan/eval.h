@@ -10,6 +10,8 @@ struct EvalOptions {
   std::string model;
   std::string adapter;  ///< empty: the base alone
   std::string data;
+  std::string chat_template;  ///< empty: the model's own
+  bool mask_prompts = false;
   std::string device = "auto";
   std::string dtype;  ///< empty: that of the model's configuration
   bool json = false;

@@ -20,7 +20,7 @@ namespace {
 struct Contents {
   const char* kind;  // file, model or adapter
   std::vector<SafetensorsFile> files;
-  std::vector<std::pair<std::string, std::string>> notes;  // name, value
+  nlohmann::ordered_json notes;  // an object: what the configuration says
 };
 
 std::int64_t elements_of(const TensorInfo& tensor) {
@@ -32,14 +32,14 @@ std::int64_t elements_of(const TensorInfo& tensor) {
 
 Contents inspect_model(const std::string& path) {
   const ModelFiles files(path);
-  Contents contents{"model", files.files(), {}};
+  Contents contents{"model", files.files(), nlohmann::ordered_json::object()};
   try {
     const ModelConfig config = read_model_config(path);
     check_base(files, config);
-    contents.notes = {{"architecture", config.architecture}};
+    contents.notes["architecture"] = config.architecture;
   } catch (const Error& error) {
     if (error.kind() != ErrorKind::kUnsupported) throw;
-    contents.notes = {{"unsupported", error.what()}};  // sound all the same
+    contents.notes["unsupported"] = error.what();  // sound all the same
   }
   return contents;
 }
@@ -58,15 +58,16 @@ Contents inspect_adapter(const std::string& path) {
   const AdapterConfig& config = adapter.config();
   return {"adapter",
           {adapter.file()},
-          {{"modules", std::to_string(linears.size())},
-           {"r", std::to_string(config.r)},
-           {"lora_alpha", fmt::format("{}", config.lora_alpha)},
-           {"use_rslora", config.use_rslora ? "true" : "false"}}};
+          {{"modules", linears.size()},
+           {"r", config.r},
+           {"lora_alpha", config.lora_alpha},
+           {"use_rslora", config.use_rslora}}};
 }
 
 Contents inspect_path(const std::string& path) {
   std::error_code ignored;
-  if (!std::filesystem::is_directory(path, ignored)) return {"file", {SafetensorsFile(path)}, {}};
+  if (!std::filesystem::is_directory(path, ignored))
+    return {"file", {SafetensorsFile(path)}, nlohmann::ordered_json::object()};
   const bool is_adapter = std::filesystem::exists(std::filesystem::path(path) / "adapter_config.json", ignored);
   return is_adapter ? inspect_adapter(path) : inspect_model(path);
 }
@@ -104,26 +105,29 @@ Totals totals_of(const Contents& contents) {
 
 void print_json(const InspectOptions& options, const Contents& contents) {
   nlohmann::ordered_json json = {{"path", options.path}, {"kind", contents.kind}};
-  for (const auto& [name, value] : contents.notes) json[name] = value;
-  nlohmann::ordered_json files = nlohmann::ordered_json::array();
+  json.update(contents.notes);
+  json["files"] = nlohmann::ordered_json::array();
+  json["tensors"] = nlohmann::ordered_json::array();
   for (const SafetensorsFile& file : contents.files) {
-    nlohmann::ordered_json tensors = nlohmann::ordered_json::array();
+    const std::string name = file.path().filename().string();
+    json["files"].push_back({{"file", name}, {"metadata", file.metadata()}});
     for (const TensorInfo& tensor : file.tensors()) {
-      tensors.push_back(
-          {{"name", tensor.name}, {"dtype", tensor.dtype}, {"shape", tensor.shape}, {"bytes", tensor.bytes}});
+      json["tensors"].push_back({{"name", tensor.name},
+                                 {"dtype", tensor.dtype},
+                                 {"shape", tensor.shape},
+                                 {"bytes", tensor.bytes},
+                                 {"file", name}});
     }
-    files.push_back({{"file", file.path().filename().string()}, {"metadata", file.metadata()}, {"tensors", tensors}});
   }
   const Totals totals = totals_of(contents);
-  json["files"] = files;
-  json["tensors"] = totals.tensors;
   json["parameters"] = totals.parameters;
   json["bytes"] = totals.bytes;
   std::cout << json.dump(-1, ' ', false, nlohmann::ordered_json::error_handler_t::replace) << '\n';
 }
 
 void print_table(const Contents& contents) {
-  for (const auto& [name, value] : contents.notes) std::cout << fmt::format("{}: {}\n", name, value);
+  for (const auto& [name, value] : contents.notes.items())
+    std::cout << fmt::format("{}: {}\n", name, value.is_string() ? value.get<std::string>() : value.dump());
   std::size_t width = 4;
   for (const SafetensorsFile& file : contents.files) {
     for (const TensorInfo& tensor : file.tensors())

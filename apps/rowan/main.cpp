@@ -13,6 +13,7 @@
 #include "exit_code.h"
 #include "export.h"
 #include "finetune_options.h"
+#include "generate.h"
 #include "info.h"
 #include "inspect.h"
 #include "merge.h"
@@ -65,19 +66,68 @@ void add_demo(CLI::App& program, rowan::app::DemoOptions& options) {
 }
 
 void add_eval(CLI::App& program, rowan::app::EvalOptions& options) {
-  CLI::App* eval =
-      program.add_subcommand("eval", "Mean loss of a model, with or without an adapter, over rows of token ids");
+  CLI::App* eval = program.add_subcommand(
+      "eval", "Mean loss of a model, with or without an adapter, over all counted tokens of a file");
   eval->add_option("--model", options.model, "Hugging Face directory: config.json and safetensors weights")->required();
   eval->add_option("--adapter", options.adapter, "PEFT directory of a LoRA adapter");
-  eval->add_option("--data", options.data,
-                   "JSON Lines of {\"input_ids\", \"labels\"}, aligned as in Transformers; -100 does not count")
+  eval->add_option(
+          "--data", options.data,
+          "JSON Lines of {\"input_ids\", \"labels\"} (aligned as in Transformers, -100 does not count; taken as they "
+          "are), {\"text\"}, {\"prompt\", \"completion\"}, {\"messages\"} or {\"segments\"} (these need the model's "
+          "tokenizer.json)")
       ->required();
+  eval->add_option("--chat-template", options.chat_template,
+                   "Form of messages: chatml, qwen3, llama3 or mistral; default: the model's own, which must be one of "
+                   "these");
+  eval->add_flag("--mask-prompts", options.mask_prompts,
+                 "Only completions and what assistants say count for the loss; texts count whole");
   eval->add_option("--device", options.device, "cpu, cuda, cuda:N or auto (a CUDA device where there is one)")
       ->capture_default_str();
   eval->add_option("--dtype", options.dtype,
                    "float32, bfloat16 or float16; default: the dtype of the model's configuration");
   eval->add_flag("--json", options.json, "Print one line of JSON: loss (nats a token), tokens, perplexity");
   eval->callback([&options] { rowan::app::run_eval(options); });
+}
+
+void add_generate(CLI::App& program, rowan::app::GenerateOptions& options) {
+  CLI::App* generate = program.add_subcommand("generate", "Continue a prompt or answer a conversation");
+  generate
+      ->add_option("--model", options.model, "Hugging Face directory: config.json, safetensors weights, tokenizer.json")
+      ->required();
+  generate->add_option("--adapter", options.adapter, "PEFT directory of a LoRA adapter");
+  CLI::Option_group* input = generate->add_option_group("input", "One of");
+  input->add_option("--prompt", options.prompt, "Text to continue");
+  input->add_option(
+      "--messages", options.messages,
+      "JSON file of {\"messages\": [{\"role\", \"content\"}, ...]}, or of the array alone; the last should be "
+      "the user's");
+  input->require_option(1);
+  generate
+      ->add_option("--chat-template", options.chat_template,
+                   "For --messages, in place of the model's own template: chatml, qwen3, llama3 or mistral")
+      ->check(CLI::IsMember({"chatml", "qwen3", "llama3", "mistral"}));
+  default:
+    the model's own"); generate->add_option("--max-new-tokens", options.max_new_tokens, "Tokens at most")
+        ->check(CLI::Range(1, 1 << 24))
+        ->capture_default_str();
+    generate->add_option("--temperature", options.sampling.temperature, "0: the most likely token each time")
+        ->check(CLI::NonNegativeNumber)
+        ->capture_default_str();
+    generate->add_option("--top-k", options.sampling.top_k, "Sample from so many of the most likely tokens; 0: all")
+        ->check(CLI::Range(0, 1 << 30))
+        ->capture_default_str();
+    generate
+        ->add_option("--top-p", options.sampling.top_p,
+                     "Sample from the fewest most likely tokens whose probabilities reach this sum")
+        ->check(CLI::Range(0.0, 1.0))
+        ->capture_default_str();
+    generate->add_option("--seed", options.sampling.seed, "Seed of sampling")->check(check_seed)->capture_default_str();
+    generate->add_option("--device", options.device, "cpu, cuda, cuda:N or auto (a CUDA device where there is one)")
+        ->capture_default_str();
+    generate->add_option("--dtype", options.dtype,
+                         "float32, bfloat16 or float16; default: the dtype of the model's configuration");
+    generate->add_flag("--json", options.json, "Print one line of JSON at the end: text, prompt_ids, ids, ended");
+    generate->callback([&options] { rowan::app::run_generate(options); });
 }
 
 void add_merge(CLI::App& program, rowan::app::MergeOptions& options) {
@@ -153,6 +203,8 @@ int main(int argc, char** argv) {
   add_eval(program, eval);
   rowan::app::FinetuneOptions finetune;
   add_finetune(program, finetune);
+  rowan::app::GenerateOptions generate;
+  add_generate(program, generate);
   rowan::app::MergeOptions merge;
   add_merge(program, merge);
   rowan::app::ExportOptions exported;

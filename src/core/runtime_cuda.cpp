@@ -4,6 +4,8 @@
 #include <map>
 #include <mutex>
 #include <string>
+#include <unordered_set>
+#include <utility>
 #include <vector>
 
 #include "core/check.h"
@@ -227,20 +229,51 @@ class PoolAllocator final : public Allocator {
                    bytes, free, total);
     }
     check(status, "cudaMallocFromPoolAsync");
+    const std::lock_guard lock(mutex_);
+    if (capturing(stream)) {
+      captured_.insert(pointer);
+    } else {
+      free_postponed(stream);
+    }
     return pointer;
   }
 
   void deallocate(void* pointer, std::size_t, StreamRef stream) noexcept override {
     if (pointer == nullptr) return;
-    if (cudaFreeAsync(pointer, to_cuda(stream)) != cudaSuccess)
-      cudaGetLastError();  // a dying process or context: nothing to free
+    try {
+      const std::lock_guard lock(mutex_);
+      const bool from_capture = captured_.erase(pointer) > 0;
+      if (!from_capture && capturing(stream)) {
+        postponed_.emplace_back(pointer, stream);
+        return;
+      }
+    } catch (...) {  // a dying process or context
+    }
+    free_async(pointer, stream);
   }
 
   Device device() const noexcept override { return device_; }
 
  private:
+  static void free_async(void* pointer, StreamRef stream) noexcept {
+    if (cudaFreeAsync(pointer, to_cuda(stream)) != cudaSuccess)
+      cudaGetLastError();  // a dying process or context: nothing to free
+  }
+
+  void free_postponed(StreamRef stream) {
+    std::erase_if(postponed_, [&](const auto& entry) {
+      if (entry.second != stream) return false;
+      free_async(entry.first, stream);
+      return true;
+    });
+  }
+
   Device device_;
   cudaMemPool_t pool_ = nullptr;  // lives as long as the process
+  // A capture can free only what it allocated. Memory from before it waits for the next allocation after it.
+  std::mutex mutex_;
+  std::unordered_set<void*> captured_;
+  std::vector<std::pair<void*, StreamRef>> postponed_;
 };
 
 class PinnedAllocator final : public Allocator {

@@ -18,9 +18,11 @@ Storage::Storage(std::size_t bytes, StreamRef stream)
 
 Storage::~Storage() {
   if (data_ == nullptr) return;
-  try {
-    for (const auto& [stream, event] : uses_) stream_.wait(event);
-  } catch (...) {  // the context is gone; so is the memory
+  for (const Use& use : uses_) {
+    try {
+      stream_.wait(use.event);
+    } catch (...) {  // a use within a capture that has ended is the graph's to wait for; or the context is gone
+    }
   }
   allocator_->deallocate(data_, bytes_, stream_);
 }
@@ -28,13 +30,15 @@ Storage::~Storage() {
 void Storage::record_use(StreamRef stream) {
   if (stream == stream_ || stream.device().is_cpu()) return;
   const std::lock_guard lock(mutex_);
-  for (auto& [used, event] : uses_) {
-    if (used == stream) {
-      event.record(stream);
+  const bool capturing = stream.capturing();
+  for (Use& use : uses_) {
+    if (use.stream == stream && use.capturing == capturing) {
+      use.event.record(stream);
       return;
     }
   }
-  uses_.emplace_back(stream, Event(stream.device())).second.record(stream);
+  uses_.push_back({stream, capturing, Event(stream.device())});
+  uses_.back().event.record(stream);
 }
 
 std::shared_ptr<void> Storage::claim_slack() {

@@ -11,9 +11,11 @@ namespace rowan {
 
 namespace fs = std::filesystem;
 
-AtomicDirectory::AtomicDirectory(const fs::path& target) : target_(fs::absolute(target).lexically_normal()) {
-  if (!target_.has_filename()) target_ = target_.parent_path();  // "out/"
+AtomicDirectory::AtomicDirectory(const fs::path& target) {
   std::error_code error;
+  target_ = fs::weakly_canonical(fs::absolute(target), error);  // through links, so that the rename replaces none
+  if (error) detail::fail_system(target, "resolve", error.value());
+  if (!target_.has_filename()) target_ = target_.parent_path();  // "out/"
   const fs::file_status status = fs::status(target_, error);
   const bool usable =
       status.type() == fs::file_type::not_found || (fs::is_directory(status) && fs::is_empty(target_, error) && !error);

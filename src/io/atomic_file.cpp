@@ -28,8 +28,10 @@ std::filesystem::path directory_of(const std::filesystem::path& path) {
 
 /// The file that a chain of symbolic links leads to, existing or not.
 std::filesystem::path follow_links(std::filesystem::path path) {
+  constexpr int kMostLinks = 40;  // as Linux
   std::error_code error;
-  for (int i = 0; i < 40 && std::filesystem::is_symlink(path, error); ++i) {
+  for (int i = 0; std::filesystem::is_symlink(path, error); ++i) {
+    if (i == kMostLinks) fail_system(path, "follow", ELOOP);
     const auto target = std::filesystem::read_symlink(path, error);
     if (error) break;
     path = target.is_absolute() ? target : directory_of(path) / target;

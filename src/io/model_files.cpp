@@ -31,7 +31,10 @@ ModelFiles::ModelFiles(const std::filesystem::path& directory) : directory_(dire
   } else if (std::filesystem::exists(directory / kIndex, ignored)) {
     open_index(directory / kIndex);
   } else {
-    fail(ErrorKind::kIo, "{}: expected {} or {} in this directory", directory.string(), kWeights, kIndex);
+    const bool torch = std::filesystem::exists(directory / "pytorch_model.bin", ignored) ||
+                       std::filesystem::exists(directory / "pytorch_model.bin.index.json", ignored);
+    fail(ErrorKind::kIo, "{}: expected {} or {} in this directory{}", directory.string(), kWeights, kIndex,
+         torch ? " (pytorch_model.bin is not read: it can be saved again as safetensors)" : "");
   }
 }
 

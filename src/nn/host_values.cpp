@@ -11,4 +11,10 @@ void write_values_to(const Tensor& target, const std::vector<double>& values, St
   target.copy_from(rounded, stream);
 }
 
+std::vector<double> read_values(const Tensor& source, StreamRef stream) {
+  Tensor wide = Tensor::empty(source.shape(), DType::kFloat64, StreamRef());
+  cast(source.to(Device::cpu(), stream), wide, StreamRef());
+  return wide.to_vector<double>(StreamRef());
+}
+
 }  // namespace rowan::detail

@@ -83,6 +83,8 @@ void fill_normal(const Parameter& p, Rng& rng, double std, StreamRef stream) {
 struct LlamaModel::Layers {
   Layers(const ModelConfig& model_config, const LlamaOptions& model_options, StreamRef stream);
 
+  /// Throws InvalidArgument for a sequence that is longer than the model takes.
+  void check_length(std::int64_t tokens) const;
   Tensor embed(const TokenBatch& batch, StreamRef stream) const;
   Tensor final_hidden(const Tensor& x, Tensor& rstd, StreamRef stream) const;
   /// Runs embedding and blocks; saves what backward needs when `saved` is given.
@@ -145,13 +147,7 @@ Tensor LlamaModel::Layers::final_hidden(const Tensor& x, Tensor& rstd, StreamRef
 
 Tensor LlamaModel::Layers::run(const TokenBatch& batch, std::vector<LlamaBlock::Saved>* saved,
                                std::uint64_t dropout_step, StreamRef stream) {
-  detail::require(batch.sequences.max_length <= config.max_position_embeddings,
-                  "LlamaModel: expected sequences of at most {} tokens (max_position_embeddings), got {}",
-                  config.max_position_embeddings, batch.sequences.max_length);
-  detail::require(
-      config.sliding_window == 0 || batch.sequences.max_length <= config.sliding_window,
-      "LlamaModel: expected sequences of at most {} tokens (sliding_window, whose windows are not computed), got {}",
-      config.sliding_window, batch.sequences.max_length);
+  check_length(batch.sequences.max_length);
   const AllocationLabel label("activations");
   Tensor x = embed(batch, stream);
   for (std::size_t i = 0; i < blocks.size(); ++i) {
@@ -165,6 +161,16 @@ Tensor LlamaModel::Layers::run(const TokenBatch& batch, std::vector<LlamaBlock::
     }
   }
   return x;
+}
+
+void LlamaModel::Layers::check_length(std::int64_t tokens) const {
+  detail::require(tokens <= config.max_position_embeddings,
+                  "LlamaModel: expected sequences of at most {} tokens (max_position_embeddings), got {}",
+                  config.max_position_embeddings, tokens);
+  detail::require(
+      config.sliding_window == 0 || tokens <= config.sliding_window,
+      "LlamaModel: expected sequences of at most {} tokens (sliding_window, whose windows are not computed), got {}",
+      config.sliding_window, tokens);
 }
 
 void LlamaModel::Layers::head_loss(const Tensor& hidden, const Tensor& labels, double grad_scale, Tensor* dhidden,
@@ -252,6 +258,39 @@ Tensor LlamaModel::last_logits(const HostBatch& batch, StreamRef stream) {
   const Tensor hidden = layers_->final_hidden(picked, rstd, stream);
   Tensor out = Tensor::empty({hidden.size(0), layers_->config.vocab_size}, layers_->options.dtype, stream);
   gemm(hidden, layers_->head().value().transpose(0, 1), out, stream);
+  return out;
+}
+
+Tensor LlamaModel::decode(std::span<const std::int32_t> ids, KvCache& cache, StreamRef stream) {
+  Layers& layers = *layers_;
+  const auto tokens = static_cast<std::int64_t>(ids.size());
+  const Shape cached{cache.capacity(), layers.config.num_key_value_heads, layers.config.head_dim};
+  detail::require(cache.layers_.size() == layers.blocks.size() && cache.dtype_ == layers.options.dtype &&
+                      std::all_of(cache.layers_.begin(), cache.layers_.end(),
+                                  [&](const KvCache::Layer& layer) { return layer.k.shape() == cached; }),
+                  "LlamaModel::decode: expected a cache of this model, got one of another");
+  detail::require(tokens >= 1, "LlamaModel::decode: expected ids, got none");
+  detail::require(tokens <= cache.capacity() - cache.length(),
+                  "LlamaModel::decode: expected at most {} tokens in the cache, got {}", cache.capacity(),
+                  cache.length() + tokens);
+  layers.check_length(cache.length() + tokens);
+
+  HostBatch host;
+  host.append({ids.begin(), ids.end()});
+  for (std::int32_t& position : host.positions) position += static_cast<std::int32_t>(cache.length());
+  const TokenBatch batch = host.to(layers.config.vocab_size, stream);
+  const AllocationLabel label("activations");
+  Tensor x = layers.embed(batch, stream);
+  for (std::size_t i = 0; i < layers.blocks.size(); ++i) {
+    LlamaBlock::Saved scratch;
+    const LlamaBlock::Cache past{cache.layers_[i].k, cache.layers_[i].v, cache.length()};
+    x = layers.blocks[i].forward(x, batch, layers.rotary, false, 0, scratch, stream, &past);
+  }
+  Tensor rstd;
+  const Tensor hidden = layers.final_hidden(x.slice(0, tokens - 1, tokens), rstd, stream);
+  Tensor out = Tensor::empty({1, layers.config.vocab_size}, layers.options.dtype, stream);
+  gemm(hidden, layers.head().value().transpose(0, 1), out, stream);
+  cache.length_ += tokens;
   return out;
 }
 

@@ -6,6 +6,7 @@
 
 #include "nn/host_values.h"
 #include "rowan/ops/attention.h"
+#include "rowan/ops/attention_cached.h"
 #include "rowan/ops/elementwise.h"
 #include "rowan/ops/rms_norm.h"
 #include "rowan/ops/swiglu.h"
@@ -91,8 +92,24 @@ LlamaBlock::Heads LlamaBlock::attention_inputs(const Saved& saved) const {
   return {normalised.q, normalised.k, heads.v};
 }
 
+void LlamaBlock::attend(const Heads& heads, const TokenBatch& batch, const Cache* cache, Tensor& out, Tensor& lse,
+                        StreamRef stream) const {
+  const double scale = 1.0 / std::sqrt(static_cast<double>(config_.head_dim));
+  std::int64_t all = 0;
+  if (cache != nullptr) {
+    all = cache->length + heads.k.size(0);
+    cache->k.slice(0, cache->length, all).copy_from(heads.k, stream);
+    cache->v.slice(0, cache->length, all).copy_from(heads.v, stream);
+  }
+  if (cache == nullptr || cache->length == 0) {
+    attention_forward(heads.q, heads.k, heads.v, batch.sequences, scale, out, lse, stream);
+  } else {
+    attention_cached(heads.q, cache->k.slice(0, 0, all), cache->v.slice(0, 0, all), scale, out, stream);
+  }
+}
+
 Tensor LlamaBlock::forward(const Tensor& x, const TokenBatch& batch, const Tensor& rotary, bool training,
-                           std::uint64_t dropout_offset, Saved& saved, StreamRef stream) {
+                           std::uint64_t dropout_offset, Saved& saved, StreamRef stream, const Cache* cache) {
   const std::int64_t tokens = x.size(0), hidden = config_.hidden_size, d = config_.head_dim;
   const std::int64_t q_heads = config_.num_attention_heads, kv_heads = config_.num_key_value_heads;
   const DType statistics = statistics_dtype(dtype_);
@@ -126,8 +143,7 @@ Tensor LlamaBlock::forward(const Tensor& x, const TokenBatch& batch, const Tenso
   Tensor attended = Tensor::empty_with_slack({tokens, q_heads * d}, o_proj_.slack_columns(), dtype_, stream);
   Tensor attended_heads = attended.reshape({tokens, q_heads, d});
   saved.lse = Tensor::empty({q_heads, tokens}, statistics, stream);
-  const double scale = 1.0 / std::sqrt(static_cast<double>(d));
-  attention_forward(heads.q, heads.k, heads.v, batch.sequences, scale, attended_heads, saved.lse, stream);
+  attend(heads, batch, cache, attended_heads, saved.lse, stream);
 
   Tensor mid = Tensor::empty({tokens, hidden}, dtype_, stream);
   linear(o_proj_, 1, attended, mid, saved.o_proj);

@@ -50,9 +50,17 @@ class LlamaBlock {
 
   LlamaBlock(const ModelConfig& config, const LlamaOptions& options, const std::string& name, StreamRef stream);
 
-  /// The residual stream behind the block; fills `saved`. `training` draws dropout masks from `dropout_offset`.
+  /// Keys and values of the first `length` tokens of one sequence, with room for more.
+  struct Cache {
+    Tensor k, v;
+    std::int64_t length = 0;
+  };
+
+  /// The residual stream behind the block; fills `saved`. `training` draws dropout masks from `dropout_offset`. With a
+  /// cache the batch is one sequence that goes on behind the tokens there; its keys and values are added, and `saved`
+  /// is of no use to backward.
   Tensor forward(const Tensor& x, const TokenBatch& batch, const Tensor& rotary, bool training,
-                 std::uint64_t dropout_offset, Saved& saved, StreamRef stream);
+                 std::uint64_t dropout_offset, Saved& saved, StreamRef stream, const Cache* cache = nullptr);
   /// Turns dx, the gradient behind the block, into the one before it, in place, and adds to the parameters' gradients.
   /// Without `need_dx` dx is garbage afterwards. dx needs residual_slack() spare columns.
   void backward(Tensor& dx, const TokenBatch& batch, const Tensor& rotary, const Saved& saved, bool need_dx,
@@ -72,6 +80,8 @@ class LlamaBlock {
   Heads heads_of(const Tensor& qkv) const;
   /// The q and k that attention reads: those of qkv, or their normalised copies.
   Heads attention_inputs(const Saved& saved) const;
+  void attend(const Heads& heads, const TokenBatch& batch, const Cache* cache, Tensor& out, Tensor& lse,
+              StreamRef stream) const;
 
   ModelConfig config_;
   DType dtype_;

@@ -140,7 +140,7 @@ bool recognize_mistral(const std::string& jinja, auto& form) {
     return contains(jinja, fmt::format("'{}'+{}+'{}'", open, content, close));
   };
   bool found = false;
-  for (const char* const open : {"[INST] ", " [INST] "}) {
+  for (const char* const open : {"[INST] ", " [INST] ", "[INST]"}) {
     for (const char* const close : {"[/INST]", " [/INST]"}) {
       if (!writes(open, "message['content']", close)) continue;
       found = true;

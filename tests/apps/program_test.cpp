@@ -100,14 +100,15 @@ TEST_CASE("rowan eval refuses bad data and models with status 3, naming file and
   refused("{\"ids\": [1, 2]}\n", "ids");
   refused("{\"input_ids\": [1, 2]\n", "rows.jsonl:1");
   refused("{\"input_ids\": [1, 320]}\n", "320");
-  refused("", "no token");
+  refused("", "expected rows, got none");
+  refused("{\"input_ids\": [1]}\n", "no token");
   const Outcome missing =
       run_program(scratch, "eval --device cpu --model '" + (scratch / "none").string() + "' --data x");
   CHECK(missing.status == 3);
   CHECK(missing.err.find("none") != std::string::npos);
 }
 
-TEST_CASE("rowan eval refuses an adapter that does not fit the model, and rows beyond its window, with status 3") {
+TEST_CASE("rowan eval refuses files that do not fit their configuration, and rows beyond its window, with status 3") {
   REQUIRE(program_is_built());
   const test::ScratchDirectory scratch;
   const auto copy = [&](const std::string& from, const std::string& to) {
@@ -133,6 +134,10 @@ TEST_CASE("rowan eval refuses an adapter that does not fit the model, and rows b
   refused(llama, "--adapter '" + adapter.string() + "'", "lora_A");
   replace(adapter / "adapter_config.json", "layers.0.self_attn.q_proj", "layers.7.self_attn.q_proj");
   refused(llama, "--adapter '" + adapter.string() + "'", "layers.7");
+  const auto huge = copy("llama", "huge");  // 2^44 elements by its configuration
+  replace(huge / "config.json", "\"hidden_size\": 64", "\"hidden_size\": 1048576");
+  replace(huge / "config.json", "\"vocab_size\": 320", "\"vocab_size\": 16777216");
+  refused(huge.string(), "", "embed_tokens");
   const auto mistral = copy("mistral", "mistral");
   replace(mistral / "config.json", "\"sliding_window\": null", "\"sliding_window\": 2");
   refused(mistral.string(), "", "sliding_window");

@@ -7,6 +7,8 @@
 
 #include "catch.h"
 #include "rowan/io/token_rows.h"
+#include "rowan/nn/llama_files.h"
+#include "rowan/text/dataset.h"
 #include "support/gguf_reader.h"
 #include "support/goldens.h"
 #include "support/model_directory.h"
@@ -95,6 +97,31 @@ TEST_CASE("rowan eval shifts labels inside and counts those that are not -100, t
   CHECK(nlohmann::json::parse(last_line(outcome.out)).at("tokens") == 3);
 }
 
+TEST_CASE("rowan eval takes rows of texts, and masks prompts") {
+  REQUIRE(test::program_is_built());
+  const ScratchDirectory scratch;
+  ModelConfig config = read_model_config(data_path("models/llama"));
+  config.vocab_size = 4096;
+  LlamaModel model(config, {}, StreamRef());
+  model.init_base(1, 0.02, StreamRef());
+  save_base(scratch / "model", model, StreamRef());
+  for (const char* file : {"tokenizer.json", "tokenizer_config.json"})
+    fs::copy_file(data_path("tokenizers/qwen") / file, scratch / "model" / file);
+  test::write_file(scratch / "texts.jsonl",
+                   "{\"prompt\": \"Who is there?\", \"completion\": \" A friend.\"}\n"
+                   "{\"prompt\": \"And?\", \"completion\": \" Nobody.\"}\n");
+  const std::string base = "--model " + quoted(scratch / "model") + " --data ";
+  for (const bool mask : {false, true}) {
+    write_token_rows(
+        scratch / "rows.jsonl",
+        read_dataset(scratch / "texts.jsonl", {.model = scratch / "model", .chat_template = "", .mask_prompts = mask}));
+    CHECK(loss_of(scratch, base + quoted(scratch / "texts.jsonl") + (mask ? " --mask-prompts" : "")) ==
+          loss_of(scratch, base + quoted(scratch / "rows.jsonl")));
+  }
+  fs::remove(scratch / "model/tokenizer.json");
+  check_refused(scratch, "eval --device cpu " + base + quoted(scratch / "texts.jsonl"), 3, "tokenizer.json");
+}
+
 TEST_CASE("rowan eval refuses models that it cannot compute, and a loss that is not finite") {
   REQUIRE(test::program_is_built());
   const ScratchDirectory scratch;
@@ -115,6 +142,17 @@ TEST_CASE("rowan eval refuses models that it cannot compute, and a loss that is 
   check_refused(scratch, eval(scratch / "model"), 3, "hidden_act");
   with_config("\"vocab_size\": 320", "\"vocab_size\": 16000000");  // would be 4 GiB
   check_refused(scratch, eval(scratch / "model"), 3, "model.embed_tokens.weight of shape [16000000, 64]");
+
+  test::write_file(
+      scratch / "long.jsonl", "{\"input_ids\": [" + [] {
+        std::string ids = "1";
+        for (int i = 0; i < 200; ++i) ids += ",1";
+        return ids;
+      }() + "]}\n");
+  check_refused(
+      scratch,
+      "eval --device cpu --model " + quoted(data_path("models/llama")) + " --data " + quoted(scratch / "long.jsonl"), 3,
+      "201 tokens is longer than the model's max_position_embeddings");
 
   auto broken = weights;
   broken[3].tensor = broken[3].tensor.clone(StreamRef());
@@ -156,17 +194,17 @@ TEST_CASE("rowan inspect lists tensors, shapes, dtypes and sizes of files, model
   CHECK(model.at("kind") == "model");
   CHECK(model.at("architecture") == "Qwen3ForCausalLM");
   CHECK(model.at("files").size() == 2);
-  CHECK(model.at("tensors") == 25);
+  CHECK(model.at("tensors").size() == 25);
   CHECK(model.at("bytes") == 2 * model.at("parameters").get<std::int64_t>());
   const auto file = json_of(data_path("models/llama/model.safetensors"));
-  const auto& first = file.at("files").at(0).at("tensors").at(0);
+  const auto& first = file.at("tensors").at(0);
   CHECK(first.at("name") == "lm_head.weight");
   CHECK(first.at("dtype") == "F32");
   CHECK(first.at("shape") == std::vector<int>{320, 64});
   CHECK(first.at("bytes") == 320 * 64 * 4);
   const auto adapter = json_of(data_path("models/llama/adapter"));
   CHECK(adapter.at("kind") == "adapter");
-  CHECK(adapter.at("modules") == "14");
+  CHECK(adapter.at("modules") == 14);
   const Outcome table = run_program(scratch, "inspect " + quoted(data_path("models/llama")));
   CHECK(contains(table.out, "model.layers.1.self_attn.q_proj.weight"));
   CHECK(contains(table.out, "21 tensors, 133440 parameters, 521.2 KiB"));
@@ -187,7 +225,7 @@ TEST_CASE("rowan inspect ends with status 3 for directories that do not hold tog
 
   const auto weights = test::load_all(data_path("models/llama/model.safetensors"), DType::kFloat32);
   test::write_model(scratch / "model", "mistral", weights);  // the config of another model
-  refused(scratch / "model", "lm_head.weight");
+  refused(scratch / "model", "model.embed_tokens.weight of shape");
   test::write_model(scratch / "shards", "llama", weights, 3);
   fs::remove(scratch / "shards/model-00002-of-00003.safetensors");
   refused(scratch / "shards", "model-00002-of-00003");

@@ -168,6 +168,27 @@ TEMPLATES = {
     {%- endif %}
 {%- endfor %}
 """, "<s>", "</s>"),
+    # Mistral-Nemo: no spaces.
+    "mistral_nemo": ("""{%- if messages[0]["role"] == "system" %}
+    {%- set system_message = messages[0]["content"] %}
+    {%- set loop_messages = messages[1:] %}
+{%- else %}
+    {%- set loop_messages = messages %}
+{%- endif %}
+{{- bos_token }}
+{%- for message in loop_messages %}
+    """ + ALTERNATE + """
+    {%- if message["role"] == "user" %}
+        {%- if loop.last and system_message is defined %}
+            {{- "[INST]" + system_message + "\\n\\n" + message["content"] + "[/INST]" }}
+        {%- else %}
+            {{- "[INST]" + message["content"] + "[/INST]" }}
+        {%- endif %}
+    {%- elif message["role"] == "assistant" %}
+        {{- message["content"] + eos_token}}
+    {%- endif %}
+{%- endfor %}
+""", "<s>", "</s>"),
 }
 
 

@@ -117,6 +117,26 @@ TEST_CASE("an atomic file follows links and keeps permissions", "[io]") {
   CHECK((status.st_mode & 0777) == 0640);
 }
 
+TEST_CASE("an atomic file over a loop of links is an error, and the loop stays", "[io]") {
+  ScratchDirectory scratch;
+  std::filesystem::create_symlink("loop", scratch / "loop");
+  std::string message;
+  CHECK(error_of([&] { write_text_file(scratch / "loop", "text"); }, &message) == ErrorKind::kIo);
+  CHECK(message.find("Too many levels") != message.npos);
+  CHECK(std::filesystem::is_symlink(scratch / "loop"));
+}
+
+TEST_CASE("a file is copied whole, in the place of another", "[io]") {
+  ScratchDirectory scratch;
+  const std::string content(5 << 20, 'c');  // more than the buffer
+  write_file(scratch / "from", content);
+  write_file(scratch / "to", "old");
+  copy_file_atomically(scratch / "from", scratch / "to");
+  CHECK(read_file(scratch / "to") == content);
+  CHECK(error_of([&] { copy_file_atomically(scratch / "absent", scratch / "to"); }) == ErrorKind::kIo);
+  CHECK(read_file(scratch / "to") == content);
+}
+
 TEST_CASE("an atomic file in a missing directory, or over a directory, is an error that names it", "[io]") {
   ScratchDirectory scratch;
   std::string message;

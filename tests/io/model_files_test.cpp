@@ -107,6 +107,8 @@ TEST_CASE("an index that does not fit its shards is refused naming the tensor", 
 TEST_CASE("a directory without safetensors weights is an error", "[io]") {
   ScratchDirectory scratch;
   CHECK(contains(why_refused(scratch), "model.safetensors"));
+  test::write_file(scratch / "pytorch_model.bin", "");
+  CHECK(contains(why_refused(scratch), "pytorch_model.bin is not read"));
 }
 
 TEST_CASE("a saved model directory reads back", "[io]") {

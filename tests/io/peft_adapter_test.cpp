@@ -277,6 +277,11 @@ TEST_CASE("an adapter with a missing, left-over or wrongly shaped key is an erro
   });
   CHECK(match_failure(scratch).names("base_model.model.lm_head.weight"));
 
+  copy_adapter(scratch, [](auto& tensors) {
+    tensors[1].tensor = Tensor::zeros(tensors[1].tensor.shape(), DType::kInt32, StreamRef());
+  });
+  CHECK(match_failure(scratch).names("down_proj.lora_B.weight\": factors of dtype I32 are not supported"));
+
   copy_adapter(scratch, [](auto&) {});
   auto json = nlohmann::ordered_json::parse(test::read_file(scratch / "adapter_config.json"));
   json["target_modules"] = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj"};

@@ -348,6 +348,42 @@ TEST_CASE("write_safetensors refuses names that no reader takes, and leaves the 
   CHECK(read_file(path) == "old");
 }
 
+TEST_CASE("a safetensors file is copied with edits, a few rows at a time, and keeps every other byte", "[io]") {
+  ScratchDirectory scratch;
+  const auto path = scratch / "a.safetensors", copy = scratch / "b.safetensors";
+  const Tensor large = Tensor::zeros({1500, 1000}, DType::kFloat32, StreamRef());  // more than one part
+  auto tensors = sample_tensors(StreamRef());
+  tensors.push_back({"large", large});
+  write_safetensors(path, tensors, {{"key", "value"}}, StreamRef());
+  const SafetensorsFile source(path);
+  std::int64_t next = 0, parts = 0;
+  copy_safetensors(source, copy, {{"large", [&](std::int64_t first, const Tensor& rows) {
+                                     CHECK(first == next);
+                                     next += rows.size(0);
+                                     ++parts;
+                                     for (std::int64_t i = 0; i < rows.size(0); ++i)
+                                       rows.data<float>()[i * 1000 + 7] = static_cast<float>(first + i);
+                                   }}});
+  CHECK(next == 1500);
+  CHECK(parts > 1);
+  for (std::int64_t i = 0; i < 1500; ++i) large.data<float>()[i * 1000 + 7] = static_cast<float>(i);
+  write_safetensors(scratch / "expected", tensors, {{"key", "value"}}, StreamRef());
+  CHECK(read_file(copy) == read_file(scratch / "expected"));
+}
+
+TEST_CASE("an edit of a tensor that is absent, no matrix or of no dtype here is refused before anything is written",
+          "[io]") {
+  ScratchDirectory scratch;
+  write_safetensors(scratch / "a", sample_tensors(StreamRef()), {}, StreamRef());
+  const SafetensorsFile source(scratch / "a");
+  for (const char* name : {"absent", "b", "c"}) {
+    CAPTURE(name);
+    const std::map<std::string, RowEdit> edits{{name, [](std::int64_t, const Tensor&) {}}};
+    CHECK_THROWS_AS(copy_safetensors(source, scratch / "b", edits), Error);
+    CHECK_FALSE(std::filesystem::exists(scratch / "b"));
+  }
+}
+
 TEST_CASE("safetensors load to and save from a CUDA device", "[io][gpu]") {
   if (!test::have_gpu()) return;
   ScratchDirectory scratch;

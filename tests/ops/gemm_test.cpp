@@ -6,8 +6,13 @@
 
 #include "catch.h"
 #include "rowan/core/error.h"
+#include "rowan_build_config.h"
 #include "support/device.h"
 #include "support/matrix.h"
+
+#if ROWAN_HAVE_BLAS
+#include <cblas.h>
+#endif
 
 extern "C" void omp_set_num_threads(int);
 extern "C" int omp_get_max_threads();
@@ -194,6 +199,16 @@ TEST_CASE("gemm on the CPU gives the same bits with any number of threads") {
     CHECK(values(one, {}) == values(many, {}));
   }
 }
+
+#if ROWAN_HAVE_BLAS
+TEST_CASE("gemm on the CPU leaves threads to OpenMP, whichever variant of OpenBLAS the system loads") {
+  const Tensor a = random_normal({8, 8}, DType::kFloat32, 1, {});
+  Tensor c = Tensor::empty({8, 8}, DType::kFloat32, {});
+  gemm(a, a, c, {});
+  const bool has_own_threads = openblas_get_parallel() == OPENBLAS_THREAD;
+  CHECK((!has_own_threads || openblas_get_num_threads() == 1));
+}
+#endif
 
 TEST_CASE("gemm refuses arguments that do not fit and leaves c untouched") {
   const StreamRef cpu;

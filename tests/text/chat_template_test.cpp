@@ -49,9 +49,9 @@ const std::vector<ChatMessage> kTurns = {{"user", "Hi"}, {"assistant", "Yes"}, {
 
 TEST_CASE("Conversations are written as the model's own chat template does") {
   const std::pair<const char*, const char*> forms[] = {
-      {"qwen2", "chatml"},       {"qwen2_5", "chatml"},     {"chatml", "chatml"},
-      {"qwen3", "qwen3"},        {"llama3", "llama3"},      {"llama3_2", "llama3"},
-      {"mistral_v1", "mistral"}, {"mistral_v2", "mistral"}, {"mistral_v3", "mistral"}};
+      {"qwen2", "chatml"},       {"qwen2_5", "chatml"},      {"chatml", "chatml"},      {"qwen3", "qwen3"},
+      {"llama3", "llama3"},      {"llama3_2", "llama3"},     {"mistral_v1", "mistral"}, {"mistral_v2", "mistral"},
+      {"mistral_v3", "mistral"}, {"mistral_nemo", "mistral"}};
   for (const auto& [name, form] : forms) {
     CAPTURE(name);
     const Json file = load(name);
@@ -61,9 +61,10 @@ TEST_CASE("Conversations are written as the model's own chat template does") {
     for (const Json& expected : file["cases"]) {
       const auto messages = messages_of(expected["messages"]);
       CAPTURE(expected.dump());
-      // Mistral v0.3's own template forgets the system message where an answer comes last.
+      // Newer Mistral templates forget the system message where an answer comes last.
       const bool forgets =
-          std::string(name) == "mistral_v3" && messages[0].role == "system" && messages.back().role == "assistant";
+          file["chat_template"].get<std::string>().find("loop.last and system_message") != std::string::npos &&
+          messages[0].role == "system" && messages.back().role == "assistant";
       if (expected["text"].is_null()) {
         CHECK_THROWS_AS(chat.render(messages), Error);
       } else if (!forgets) {

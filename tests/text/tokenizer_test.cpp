@@ -178,6 +178,19 @@ TEST_CASE("A megabyte of one character takes no more than linear time, nearly") 
   }
 }
 
+TEST_CASE("Long runs of combining marks are normalized in time, to their canonical order") {
+  const Tokenizer tokenizer(style("qwen"));
+  std::string marks = "x", low, high;
+  for (int i = 0; i < 50000; ++i) {
+    marks += "\u0301\u0316";
+    low += "\u0316";
+    high += "\u0301";
+  }
+  const std::clock_t start = std::clock();
+  CHECK(tokenizer.encode(marks) == tokenizer.encode("x" + low + high));
+  CHECK(static_cast<double>(std::clock() - start) / CLOCKS_PER_SEC < 10);
+}
+
 TEST_CASE("Threads may share a tokenizer") {
   const Tokenizer tokenizer(style("qwen"));
   const std::string text = "The quick brown fox, déjà vu, 你好世界 and 12345 more words of code: x += 1;\n";

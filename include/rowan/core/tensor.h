@@ -18,7 +18,8 @@
 namespace rowan {
 
 /// Owns one allocation and remembers the stream it was made on. The memory is returned in the order of that stream,
-/// after the events of every other stream that record_use named.
+/// after the events of every other stream that record_use named. Tensors that existed before a CUDA graph was captured
+/// and that it uses must outlive it.
 class Storage {
  public:
   Storage(std::size_t bytes, StreamRef stream);
@@ -35,12 +36,19 @@ class Storage {
   std::shared_ptr<void> claim_slack();
 
  private:
+  // An event recorded in a capture means nothing outside it, so eager uses of a stream have one of their own.
+  struct Use {
+    StreamRef stream;
+    bool capturing = false;
+    Event event;
+  };
+
   AllocatorPtr allocator_;
   StreamRef stream_;
   std::size_t bytes_ = 0;
   std::byte* data_ = nullptr;
   std::mutex mutex_;
-  std::vector<std::pair<StreamRef, Event>> uses_;
+  std::vector<Use> uses_;
   std::weak_ptr<void> slack_claim_;
 };
 

@@ -6,11 +6,13 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
 #include "rowan/core/tensor.h"
 #include "rowan/io/model_config.h"
+#include "rowan/nn/kv_cache.h"
 #include "rowan/nn/lora_linear.h"
 #include "rowan/nn/parameter.h"
 #include "rowan/ops/attention.h"
@@ -75,6 +77,11 @@ class LlamaModel {
   Tensor logits(const TokenBatch& batch, StreamRef stream);
   /// logits [S, vocab_size] of the last token of each non-empty sequence.
   Tensor last_logits(const HostBatch& batch, StreamRef stream);
+  /// logits [1, vocab_size] behind `ids`, which follow the tokens in the cache and are added to it. Equal, but for
+  /// rounding, to the last row of logits() of all these tokens in one sequence; many ids at once are fast where the
+  /// cache is empty. Throws InvalidArgument, and leaves the cache as it was, for no ids or ids outside the vocabulary,
+  /// a cache of another model, and more tokens than the cache or the model (as logits()) has room for.
+  Tensor decode(std::span<const std::int32_t> ids, KvCache& cache, StreamRef stream);
   /// loss_sum (float64 [1]) = sum of cross-entropies over counted tokens, in nats.
   void evaluate(const TokenBatch& batch, Tensor& loss_sum, StreamRef stream);
   /// The same, and adds grad_scale times its gradient to every trainable parameter's grad. `dropout_step` must differ

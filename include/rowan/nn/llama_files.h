@@ -31,7 +31,7 @@ void check_base(const ModelFiles& files, const ModelConfig& config);
 /// through one small host buffer. Throws as check_base, before anything is written; Io when reading fails.
 void load_base(LlamaModel& model, const ModelFiles& files, StreamRef stream);
 
-/// Writes config.json and model.safetensors with the model's base weights in its dtype, atomically.
+/// Writes config.json and model.safetensors with the model's base weights in its dtype, each file atomically, the weights first.
 void save_base(const std::filesystem::path& directory, const LlamaModel& model, StreamRef stream);
 
 /// What LlamaOptions::lora should be for an adapter configuration. Throws as resolve_targets.
@@ -42,7 +42,8 @@ std::function<std::optional<LoraConfig>(const std::string&)> lora_for(const Adap
 /// lora_for(files.config()).
 void load_adapter(LlamaModel& model, const AdapterFiles& files, StreamRef stream);
 
-/// Writes the model's LoRA factors, in float32 whatever the model's dtype, as a PEFT directory, atomically.
+/// Writes the model's LoRA factors, in float32 whatever the model's dtype, as a PEFT directory, each file atomically, the weights
+/// first.
 void save_adapter(const std::filesystem::path& directory, const LlamaModel& model, const AdapterConfig& config,
                   StreamRef stream);
 

@@ -30,8 +30,8 @@ struct TextSegment {
 ///   llama3   <|start_header_id|>ROLE<|end_header_id|>\n\nCONTENT<|eot_id|>  (contents stripped of white space)
 ///   mistral  [INST] CONTENT[/INST] CONTENT</s>  (the system message in front of a user's)
 /// Texts equal what Transformers makes of the model's own chat_template, without tools; but where that writes the
-/// system message in the last message if it is a user's (Mistral-7B-Instruct-v0.3), it comes in the last user message,
-/// also before an answer.
+/// system message in the last message if it is a user's (Mistral-7B-Instruct-v0.3 and later), it comes in the last user
+/// message, also before an answer.
 class ChatTemplate {
  public:
   /// The form that the model's own template has: DIRECTORY/chat_template.jinja, or chat_template in
