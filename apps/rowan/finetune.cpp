@@ -8,6 +8,8 @@
 #include <cmath>
 #include <csignal>
 #include <filesystem>
+#include <fstream>
+#include <initializer_list>
 #include <iostream>
 #include <limits>
 #include <memory>
@@ -87,6 +89,27 @@ struct Plan {
   std::int64_t steps = 0;
   MemoryEstimate memory;
 };
+
+/// Whether the first row of a file that has been read holds one of the members.
+bool has_member(const std::string& path, std::initializer_list<const char*> names) {
+  std::ifstream file(path);
+  std::string line;
+  while (line.find_first_not_of(" \t\r") == std::string::npos && std::getline(file, line)) {
+  }
+  const Json row = Json::parse(line, nullptr, false);
+  return std::any_of(names.begin(), names.end(), [&row](const char* name) { return row.contains(name); });
+}
+
+/// Options about texts, where no row has any of the kind.
+void require_texts(const FinetuneOptions& o) {
+  const auto some = [&](std::initializer_list<const char*> names) {
+    return has_member(o.data, names) || (!o.eval_data.empty() && has_member(o.eval_data, names));
+  };
+  if (!o.chat_template.empty() && !some({"messages"}))
+    fail(ErrorKind::kInvalidArgument, "--chat-template has no effect on rows without messages");
+  if (o.mask_prompts && !some({"messages", "prompt"}))
+    fail(ErrorKind::kInvalidArgument, "--mask-prompts has no effect on rows without prompts or messages");
+}
 
 std::vector<TokenRow> read_rows(const FinetuneOptions& o, const std::string& path, const ModelConfig& config) {
   const DatasetOptions options{.model = o.model, .chat_template = o.chat_template, .mask_prompts = o.mask_prompts};
@@ -178,6 +201,7 @@ Plan make_plan(const FinetuneOptions& given, Device device) {
     BatchLoader eval = make_loader(o, o.eval_data, plan.config, false);
     while (std::optional<HostBatch> batch = eval.next()) plan.eval_batches.push_back(std::move(*batch));
   }
+  require_texts(o);
   plan.memory = estimate_memory(plan.config, plan.model, plan.optimizer, tokens, device);
   return plan;
 }
@@ -420,6 +444,15 @@ void resume(TrainingRun& run, const Checkpoint& checkpoint, BatchLoader& loader,
   }
 }
 
+/// What a model's directory holds beside configuration and weights, for tokenizing and generating.
+void copy_companions(const fs::path& from, const fs::path& to) {
+  for (const char* name :
+       {"tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+        "merges.txt", "tokenizer.model", "chat_template.jinja", "generation_config.json"}) {
+    if (fs::is_regular_file(from / name)) copy_file_atomically(from / name, to / name);
+  }
+}
+
 const char* name_of(RunEnd end) {
   switch (end) {
     case RunEnd::kDone:
@@ -514,7 +547,12 @@ class Finetuning {
           "that is good, and a lower --learning-rate may help",
           run.steps(), last_loss_));
     }
-    if (end != RunEnd::kCancelled) run.save_model(directory_.result());
+    if (end != RunEnd::kCancelled) {
+      run.save_model(directory_.result());
+      for (const fs::path& model : {directory_.result(), directory_.best()}) {
+        if (directory_.full && fs::exists(model)) copy_companions(plan_.options.model, model);
+      }
+    }
     report(run, end);
     if (end == RunEnd::kCancelled) throw Interrupted{static_cast<int>(last_signal)};
   }

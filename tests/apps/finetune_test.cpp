@@ -280,6 +280,8 @@ TEST_CASE("options that would do nothing, or that no run can have, end with stat
   refused("--early-stopping-patience 3", "--eval-data");
   refused("--allow-config-change", "--resume");
   refused("--adapter x --lora-r 4", "--lora-r");
+  refused("--chat-template chatml", "--chat-template");
+  refused("--mask-prompts", "--mask-prompts");
   refused("--max-length 100000", "--max-length");
   refused("--target-modules q_proj,nothing", "nothing");
   refused("--warmup-steps 1000", "warmup");
@@ -376,6 +378,42 @@ TEST_CASE("an adapter goes on from where it was trained to", "[finetune]") {
   CHECK(read_file(bench.path("second") / "adapter" / "adapter_model.safetensors") ==
         read_file(bench.path("first") / "adapter" / "adapter_model.safetensors"));
   CHECK(json::parse(read_file(bench.path("second") / "adapter" / "adapter_config.json")).at("use_rslora") == true);
+}
+
+TEST_CASE("texts are tokenized with the model's tokenizer, prompts masked when asked", "[finetune]") {
+  const Bench bench;
+  fs::copy(test::data_path("models/llama"), bench.path("model"), fs::copy_options::recursive);
+  // A byte-level tokenizer of 256 tokens and an end.
+  json vocabulary;
+  for (int byte = 0, other = 256; byte < 256; ++byte) {
+    const bool printable = (byte >= 33 && byte <= 126) || (byte >= 161 && byte <= 172) || byte >= 174;
+    const int point = printable ? byte : other++;
+    const std::string letter =
+        point < 128 ? std::string(1, static_cast<char>(point))
+                    : std::string{static_cast<char>(0xc0 | (point >> 6)), static_cast<char>(0x80 | (point & 63))};
+    vocabulary[letter] = byte;
+  }
+  const json end = {{"id", 256},       {"content", "<end>"},  {"single_word", false}, {"lstrip", false},
+                    {"rstrip", false}, {"normalized", false}, {"special", true}};
+  const json byte_level = {
+      {"type", "ByteLevel"}, {"add_prefix_space", false}, {"trim_offsets", true}, {"use_regex", true}};
+  vocabulary["<end>"] = 256;
+  const json tokenizer = {{"version", "1.0"},
+                          {"truncation", nullptr},
+                          {"padding", nullptr},
+                          {"added_tokens", {end}},
+                          {"normalizer", nullptr},
+                          {"pre_tokenizer", byte_level},
+                          {"post_processor", nullptr},
+                          {"decoder", byte_level},
+                          {"model", {{"type", "BPE"}, {"vocab", vocabulary}, {"merges", json::array()}}}};
+  test::write_file(bench.path("model") / "tokenizer.json", tokenizer.dump());
+  test::write_file(bench.path("model") / "tokenizer_config.json", "{\"eos_token\": \"<end>\"}");
+  test::write_file(bench.path("train.jsonl"), "{\"prompt\": \"two and two\", \"completion\": \" is four\"}\n");
+  const std::string options = "--max-steps 1 --method full --model " + bench.quoted("model");
+  CHECK(bench.done("whole", options).at("tokens") == 20);
+  CHECK(bench.losses("whole") != (bench.done("masked", options + " --mask-prompts"), bench.losses("masked")));
+  CHECK(read_file(bench.path("whole") / "model" / "tokenizer.json") == tokenizer.dump());
 }
 
 TEST_CASE("all weights are trained into a model that rowan eval reads", "[finetune]") {

@@ -45,6 +45,17 @@ TEST_CASE("a progress line tells step, loss, time left, speed and learning rate"
   CHECK(progress_line("tune", {0, 9, std::nan(""), 0, 0}, 0, 0) == "tune  0/9  loss nan  lr 0.0e+00");
 }
 
+TEST_CASE("a progress line tells gradient norm and memory where they are known, and counts time from its own start") {
+  ProgressState state = kMiddle;
+  state.first = 100;
+  state.gradient_norm = 0.31234;
+  state.memory_bytes = std::size_t{3} << 29;
+  CHECK(progress_line("tune", state, 16, 0) ==
+        "tune  120/250  loss 1.2340  1:44 left  15.4k tok/s  lr 1.0e-02  norm 0.312  1.5 GiB");
+  state.memory_bytes = 5 << 20;
+  CHECK(progress_line("tune", state, 16, 0).ends_with("  5 MiB"));
+}
+
 TEST_CASE("a progress line never passes the terminal's width") {
   for (int columns = 1; columns < 200; ++columns) {
     CAPTURE(columns);

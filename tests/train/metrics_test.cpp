@@ -95,6 +95,19 @@ TEST_CASE("a line that a killed run left torn is removed before metrics are appe
   CHECK(read_file(dir / "torn.jsonl") == "{\"step\":0}\n");
 }
 
+TEST_CASE("metrics beyond a step are dropped, for a run that goes on from there") {
+  const ScratchDirectory dir;
+  const std::string text =
+      "{\"step\":1}\n{\"step\":2,\"loss\":0.5}\n{\"step\":2,\"eval_loss\":0.5}\n{\"step\":3}\n{\"st";
+  write_file(dir / "metrics.jsonl", text);
+  rowan::drop_metrics_after(dir / "metrics.jsonl", 2);
+  CHECK(read_file(dir / "metrics.jsonl") == text.substr(0, text.find("{\"step\":3}")));
+  rowan::drop_metrics_after(dir / "metrics.jsonl", 0);
+  CHECK(read_file(dir / "metrics.jsonl").empty());
+  rowan::drop_metrics_after(dir / "none.jsonl", 0);
+  CHECK_FALSE(std::filesystem::exists(dir / "none.jsonl"));
+}
+
 TEST_CASE("each line of metrics is in the file before the next step begins") {
   const ScratchDirectory dir;
   MetricsWriter writer(dir / "metrics.jsonl");
