@@ -94,8 +94,10 @@ void add_generate(CLI::App& program, rowan::app::GenerateOptions& options) {
       "JSON file of {\"messages\": [{\"role\", \"content\"}, ...]}, or of the array alone; the last should be "
       "the user's");
   input->require_option(1);
-  generate->add_option("--chat-template", options.chat_template,
-                       "For --messages: chatml, qwen3, llama3 or mistral; default: the model's own");
+  generate
+      ->add_option("--chat-template", options.chat_template,
+                   "For --messages, in place of the model's own template: chatml, qwen3, llama3 or mistral")
+      ->check(CLI::IsMember({"chatml", "qwen3", "llama3", "mistral"}));
   generate->add_option("--max-new-tokens", options.max_new_tokens, "Tokens at most")
       ->check(CLI::Range(1, 1 << 24))
       ->capture_default_str();

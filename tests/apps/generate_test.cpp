@@ -137,7 +137,7 @@ TEST_CASE("rowan generate tells what is wrong, and with which status") {
   const std::string chat = "--messages '" + (model.scratch / "chat.json").string() + "'";
   check(chat, 3, "expected messages");
   test::write_file(model.scratch / "chat.json", R"([{"role": "user", "content": "Hi"}])");
-  check(chat, 2, "the model has no chat_template");
+  check(chat, 3, "the model has no chat_template");
   check(chat + " --chat-template vicuna", 2, "vicuna");
   check("--messages no-such-file", 3, "no-such-file");
   std::filesystem::remove(model.path() / "tokenizer.json");
