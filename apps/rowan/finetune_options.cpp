@@ -16,7 +16,6 @@ namespace {
 using Json = nlohmann::ordered_json;
 
 constexpr std::int64_t kMaxConfigBytes = std::int64_t{1} << 20;
-constexpr std::int64_t kMost = std::int64_t{1} << 40;
 
 [[noreturn]] void refuse(const std::string& message) {
   throw Error(ErrorKind::kInvalidArgument, "finetune: " + message);
@@ -43,7 +42,8 @@ void add_inputs(CLI::App& command, FinetuneOptions& o) {
                      "of them");
   command.add_flag("--mask-prompts", o.mask_prompts,
                    "Only completions and what assistants say count for the loss; texts count whole");
-  command.add_option("--config", "JSON file with options by their names (lora_r or lora-r); options beside it win");
+  command.add_option("--config", "JSON file with options by their names (lora_r or lora-r); options beside it win")
+      ->type_name("FILE");
 }
 
 void add_method(CLI::App& command, FinetuneOptions& o) {
@@ -82,7 +82,7 @@ void add_optimization(CLI::App& command, FinetuneOptions& o) {
       ->capture_default_str();
   command.add_option("--lr-scheduler", o.lr_scheduler, "constant, linear, cosine or wsd")->capture_default_str();
   command.add_option("--warmup-steps", o.warmup_steps, "Steps in which the learning rate rises")
-      ->check(CLI::Range(std::int64_t{0}, kMost))
+      ->check(CLI::NonNegativeNumber)
       ->capture_default_str();
   command.add_option("--weight-decay", o.weight_decay, "Decoupled; spares norms and biases")
       ->check(CLI::NonNegativeNumber)
@@ -96,7 +96,7 @@ void add_optimization(CLI::App& command, FinetuneOptions& o) {
 }
 
 void add_length(CLI::App& command, FinetuneOptions& o) {
-  const CLI::Range positive(std::int64_t{1}, kMost);
+  const CLI::Validator& positive = CLI::PositiveNumber;
   command.add_option("--epochs", o.epochs, "Passes over the data; 3 unless --max-steps is given")->check(positive);
   command.add_option("--max-steps", o.max_steps, "Optimizer steps; with --epochs too, what is reached first")
       ->check(positive);
@@ -116,7 +116,7 @@ void add_length(CLI::App& command, FinetuneOptions& o) {
 }
 
 void add_watching(CLI::App& command, FinetuneOptions& o) {
-  const CLI::Range positive(std::int64_t{1}, kMost);
+  const CLI::Validator& positive = CLI::PositiveNumber;
   command.add_option("--eval-steps", o.eval_steps, "Steps between evaluations; default: once an epoch")
       ->check(positive);
   command

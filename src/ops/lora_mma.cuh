@@ -1,7 +1,7 @@
 // The LoRA primitives for 16-bit types: tensor cores (mma.sync) fed from shared memory, which asynchronous copies keep
-// several tiles ahead. For devices with clusters and enough shared memory
-// (compute capability 9.0 and later; lora_plain.cuh serves the others). Memory sets their speed: each reads or writes
-// the wide matrix once, and what is small (factor, narrow matrix, partial sums) comes from the L2 cache.
+// several tiles ahead. For devices with thread block clusters and enough shared memory (compute capability 9.0 and
+// later; lora_cuda.cu has the kernels for others). Each reads or writes the wide matrix once; what is small (factor,
+// narrow matrix, partial sums) is meant to come from the L2 cache.
 //
 //   shrink   a block takes a tile of rows and walks along them; its sums stay in registers
 //   reduce   a block takes a tile of columns and walks down them; its sums stay in registers
@@ -9,9 +9,9 @@
 //            of the rows in shared memory
 //   expand   a block takes a tile of columns of the result and walks down
 //
-// The long sums are split over blocks, as many as fill the device. From compute capability 9.0 on up to kMostCluster
-// parts are blocks of one cluster and add up through each other's shared memory; other parts write float32 results
-// that a finishing kernel adds. Always in order: equal calls give equal bits.
+// The long sums are split over blocks (lora_plan.h). Where clusters of all parts can run at once they add up through
+// each other's shared memory; elsewhere each part writes a float32 result and a finishing kernel adds them. Always in
+// order: equal calls give equal bits.
 #pragma once
 
 #include <cstdint>
@@ -241,7 +241,8 @@ struct FactorTile {
   }
 };
 
-/// Runs `steps` steps: copy(step, stage) starts the copies of a step, use(step, stage) works on them.
+/// Runs `steps` steps: copy(step, stage) starts the copies of a step, arrive(step, stage) may change what this thread
+/// has copied, use(step, stage) works on the tiles of the whole block.
 template <int kStages, class Copy, class Arrive, class Use>
 __device__ inline void pipeline(int steps, Copy copy, Arrive arrive, Use use) {
 #pragma unroll
