@@ -3,7 +3,9 @@
 #include <map>
 #include <mutex>
 
-#include "ops/lora_mma.cuh"
+#include "core/cuda_check.h"
+#include "ops/device_types.cuh"
+#include "ops/lora_mma_launch.h"
 
 namespace rowan::cuda::lora_mma {
 

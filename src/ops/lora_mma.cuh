@@ -20,8 +20,7 @@
 #include "core/cuda_check.h"
 #include "ops/device_types.cuh"
 #include "ops/dropout_mask.h"
-#include "ops/lora_backend.h"
-#include "ops/lora_plan.h"
+#include "ops/lora_mma_launch.h"
 
 namespace rowan::cuda::lora_mma {
 
@@ -1064,14 +1063,6 @@ void with_bool(bool value, F&& f) {
   } else {
     f(std::false_type());
   }
-}
-
-/// Floats of partial results.
-inline std::int64_t shrink_floats(const LoraShrinkArguments& a, std::int64_t groups) {
-  return groups > 1 ? groups * a.rows * detail::round_to(a.rank, lora_rank_tile(a.rank)) : 0;
-}
-inline std::int64_t reduce_floats(const LoraReduceArguments& a, std::int64_t groups) {
-  return groups > 1 ? groups * a.rank * a.width : 0;
 }
 
 /// Adds up what the blocks left in parts.
