@@ -106,28 +106,27 @@ void add_generate(CLI::App& program, rowan::app::GenerateOptions& options) {
       ->add_option("--chat-template", options.chat_template,
                    "For --messages, in place of the model's own template: chatml, qwen3, llama3 or mistral")
       ->check(CLI::IsMember({"chatml", "qwen3", "llama3", "mistral"}));
-  default:
-    the model's own"); generate->add_option("--max-new-tokens", options.max_new_tokens, "Tokens at most")
-        ->check(CLI::Range(1, 1 << 24))
-        ->capture_default_str();
-    generate->add_option("--temperature", options.sampling.temperature, "0: the most likely token each time")
-        ->check(CLI::NonNegativeNumber)
-        ->capture_default_str();
-    generate->add_option("--top-k", options.sampling.top_k, "Sample from so many of the most likely tokens; 0: all")
-        ->check(CLI::Range(0, 1 << 30))
-        ->capture_default_str();
-    generate
-        ->add_option("--top-p", options.sampling.top_p,
-                     "Sample from the fewest most likely tokens whose probabilities reach this sum")
-        ->check(CLI::Range(0.0, 1.0))
-        ->capture_default_str();
-    generate->add_option("--seed", options.sampling.seed, "Seed of sampling")->check(check_seed)->capture_default_str();
-    generate->add_option("--device", options.device, "cpu, cuda, cuda:N or auto (a CUDA device where there is one)")
-        ->capture_default_str();
-    generate->add_option("--dtype", options.dtype,
-                         "float32, bfloat16 or float16; default: the dtype of the model's configuration");
-    generate->add_flag("--json", options.json, "Print one line of JSON at the end: text, prompt_ids, ids, ended");
-    generate->callback([&options] { rowan::app::run_generate(options); });
+  generate->add_option("--max-new-tokens", options.max_new_tokens, "Tokens at most")
+      ->check(CLI::Range(1, 1 << 24))
+      ->capture_default_str();
+  generate->add_option("--temperature", options.sampling.temperature, "0: the most likely token each time")
+      ->check(CLI::NonNegativeNumber)
+      ->capture_default_str();
+  generate->add_option("--top-k", options.sampling.top_k, "Sample from so many of the most likely tokens; 0: all")
+      ->check(CLI::Range(0, 1 << 30))
+      ->capture_default_str();
+  generate
+      ->add_option("--top-p", options.sampling.top_p,
+                   "Sample from the fewest most likely tokens whose probabilities reach this sum")
+      ->check(CLI::Range(0.0, 1.0))
+      ->capture_default_str();
+  generate->add_option("--seed", options.sampling.seed, "Seed of sampling")->check(check_seed)->capture_default_str();
+  generate->add_option("--device", options.device, "cpu, cuda, cuda:N or auto (a CUDA device where there is one)")
+      ->capture_default_str();
+  generate->add_option("--dtype", options.dtype,
+                       "float32, bfloat16 or float16; default: the dtype of the model's configuration");
+  generate->add_flag("--json", options.json, "Print one line of JSON at the end: text, prompt_ids, ids, ended");
+  generate->callback([&options] { rowan::app::run_generate(options); });
 }
 
 void add_merge(CLI::App& program, rowan::app::MergeOptions& options) {

@@ -223,26 +223,34 @@ void LoraLinear::add_weight_gradients(const Tensor& dy, const Tensor& x, StreamR
   sum_rows(dy, bias_grad, stream, 1);
 }
 
-void LoraLinear::add_factor_gradients(const Tensor& dy, const Tensor& ds, const LoraLinearContext& context,
-                                      StreamRef stream) const {
-  const bool input_dropped = context.dropout && drops(Place::kInput);
-  if (!input_dropped) {
+void LoraLinear::add_b_gradients(const Tensor& dy, Tensor& ds, const LoraLinearContext& context,
+                                 StreamRef stream) const {
+  for (std::size_t i = 0; i < parts_.size(); ++i) {
+    if (!state_[i].adapter) continue;
+    const Adapter& adapter = *state_[i].adapter;
+    const std::int64_t begin = adapter.column, end = begin + adapter.a.size(0);
+    Tensor columns = ds.slice(1, begin, begin + adapter.padded_rank), b_grad = adapter.b_grad.transpose(0, 1);
+    const DropoutMask drawn = mask(i, context.dropout);
+    const bool behind = context.dropout && parts_[i].lora->dropout_place == Place::kOutput;
+    lora_shrink_reduce(dy.slice(1, state_[i].row, state_[i].row + parts_[i].out_features), adapter.b.transpose(0, 1),
+                       adapter.scale, columns, context.s.slice(1, begin, end), b_grad, 1, stream,
+                       behind ? &drawn : nullptr);
+  }
+}
+
+void LoraLinear::add_a_gradients(const Tensor& ds, const LoraLinearContext& context, StreamRef stream) const {
+  if (!context.dropout || !drops(Place::kInput)) {
     Tensor a_grad = a_grad_;
-    lora_reduce(ds, context.x, a_grad, 1, stream);
+    return lora_reduce(ds, context.x, a_grad, 1, stream);
   }
   for (std::size_t i = 0; i < parts_.size(); ++i) {
     if (!state_[i].adapter) continue;
     const Adapter& adapter = *state_[i].adapter;
     const std::int64_t begin = adapter.column, end = begin + adapter.a.size(0);
     const DropoutMask drawn = mask(i, context.dropout);
-    const bool at_input = parts_[i].lora->dropout_place == Place::kInput;
-    if (input_dropped) {
-      Tensor a_grad = adapter.a_grad;
-      lora_reduce(ds.slice(1, begin, end), context.x, a_grad, 1, stream, at_input ? &drawn : nullptr);
-    }
-    Tensor b_grad = adapter.b_grad.transpose(0, 1);
-    lora_reduce(context.s.slice(1, begin, end), dy.slice(1, state_[i].row, state_[i].row + parts_[i].out_features),
-                b_grad, 1, stream, context.dropout && !at_input ? &drawn : nullptr);
+    Tensor a_grad = adapter.a_grad;
+    lora_reduce(ds.slice(1, begin, end), context.x, a_grad, 1, stream,
+                parts_[i].lora->dropout_place == Place::kInput ? &drawn : nullptr);
   }
 }
 
@@ -255,16 +263,8 @@ void LoraLinear::backward(const Tensor& dy, const LoraLinearContext& context, Te
   Tensor ds;
   if (adapted) {
     ds = spare ? dy.slack_view(columns_) : Tensor::empty({dy.size(0), columns_}, dtype_, stream);
-    for (std::size_t i = 0; i < parts_.size(); ++i) {
-      if (!state_[i].adapter) continue;
-      const Adapter& adapter = *state_[i].adapter;
-      Tensor columns = ds.slice(1, adapter.column, adapter.column + adapter.padded_rank);
-      const DropoutMask drawn = mask(i, context.dropout);
-      lora_shrink(dy.slice(1, state_[i].row, state_[i].row + parts_[i].out_features), adapter.b.transpose(0, 1),
-                  adapter.scale, columns, stream,
-                  context.dropout && parts_[i].lora->dropout_place == Place::kOutput ? &drawn : nullptr);
-    }
-    add_factor_gradients(dy, ds, context, stream);
+    add_b_gradients(dy, ds, context, stream);
+    add_a_gradients(ds, context, stream);
   }
   if (train_weight_) add_weight_gradients(dy, context.x, stream);
   if (!dx) return;

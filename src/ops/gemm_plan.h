@@ -10,6 +10,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <vector>
 
 #include "ops/gemm_backend.h"
 #include "rowan/core/device.h"
@@ -33,28 +34,38 @@ struct GemmKey {
   friend auto operator<=>(const GemmKey&, const GemmKey&) = default;
 };
 
-/// cuBLASLt's view of one product (column-major, so it computes c^T = b^T a^T) and the algorithm for it. Immutable once
-/// made.
+/// cuBLASLt's view of one product (column-major, so it computes c^T = b^T a^T) and the algorithms for it, best guess
+/// first. Immutable once it is in the cache.
 class GemmPlan {
  public:
-  /// Makes the descriptors and takes the first algorithm of cuBLASLt's heuristics.
+  static constexpr int kMostCandidates = 32;
+
+  /// Makes the descriptors, asks cuBLASLt's heuristics for candidates and takes the first.
   GemmPlan(const GemmKey& key, cublasLtHandle_t handle);
   ~GemmPlan();
   GemmPlan(const GemmPlan&) = delete;
   GemmPlan& operator=(const GemmPlan&) = delete;
 
+  int candidates() const { return static_cast<int>(candidates_.size()); }
+  void choose(int candidate) { chosen_ = static_cast<std::size_t>(candidate); }
+
   void run(const GemmArguments& arguments, cublasLtHandle_t handle, void* workspace, StreamRef stream) const;
+  /// Runs one candidate with result `c` instead of arguments.c; false where cuBLASLt refuses.
+  bool try_candidate(int candidate, const GemmArguments& arguments, void* c, cublasLtHandle_t handle, void* workspace,
+                     StreamRef stream) const;
 
  private:
   void destroy() noexcept;
+  cublasStatus_t launch(std::size_t candidate, const GemmArguments& arguments, void* c, cublasLtHandle_t handle,
+                        void* workspace, StreamRef stream) const;
 
   cublasLtMatmulDesc_t product_ = nullptr;
   cublasLtMatrixLayout_t first_ = nullptr, second_ = nullptr, result_ = nullptr;
-  cublasLtMatmulAlgo_t algorithm_{};
+  std::vector<cublasLtMatmulAlgo_t> candidates_;
+  std::size_t chosen_ = 0;
 };
 
-/// Plans by problem, made on first use and kept for the life of the process. A tuner replaces the factory: it sees each
-/// problem once.
+/// Plans by problem, made on first use and kept for the life of the process.
 class GemmPlanCache {
  public:
   using Factory = std::function<std::shared_ptr<const GemmPlan>(const GemmKey&)>;

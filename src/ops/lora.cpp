@@ -111,36 +111,65 @@ void record_uses(std::initializer_list<const Tensor*> tensors, const DropoutMask
 
 }  // namespace
 
-void lora_shrink(const Tensor& wide, const Tensor& factor, double scale, Tensor& out, StreamRef stream,
-                 const DropoutMask* mask) {
-  constexpr const char* kOp = "lora_shrink";
-  check_activation(kOp, {"wide", wide}, stream);
-  detail::require_rank(kOp, "factor", factor, 2);
-  const std::int64_t rank = factor.size(0);
-  check_rank(kOp, rank);
-  check_factor(kOp, {"factor", factor}, rank, wide.size(1), wide.dtype(), stream);
-  check_activation(kOp, {"out", out}, stream);
-  require(out.size(0) == wide.size(0) && out.size(1) >= rank, "{}: expected out of shape [{}, at least {}], got {}",
-          kOp, wide.size(0), rank, out.shape());
-  detail::require_dtype(kOp, "out", out, wide.dtype());
-  check_finite(kOp, scale);
-  detail::require_apart(kOp, "out", out, "wide", wide);
-  detail::require_apart(kOp, "out", out, "factor", factor);
-  LoraShrinkArguments arguments;
-  arguments.mask = mask_of(kOp, mask, stream);
-  if (out.elements() == 0) return;
-  if (wide.size(1) == 0 || drops_everything(mask)) return out.zero(stream);
+namespace {
 
-  const Tensor rounded = in_dtype(factor, wide.dtype(), stream);
+LoraShrinkArguments check_shrink(const char* op, const Tensor& wide, const Tensor& factor, double scale,
+                                 const Tensor& out, StreamRef stream, const DropoutMask* mask) {
+  check_activation(op, {"wide", wide}, stream);
+  detail::require_rank(op, "factor", factor, 2);
+  const std::int64_t rank = factor.size(0);
+  check_rank(op, rank);
+  check_factor(op, {"factor", factor}, rank, wide.size(1), wide.dtype(), stream);
+  check_activation(op, {"out", out}, stream);
+  require(out.size(0) == wide.size(0) && out.size(1) >= rank, "{}: expected out of shape [{}, at least {}], got {}", op,
+          wide.size(0), rank, out.shape());
+  detail::require_dtype(op, "out", out, wide.dtype());
+  check_finite(op, scale);
+  detail::require_apart(op, "out", out, "wide", wide);
+  detail::require_apart(op, "out", out, "factor", factor);
+  LoraShrinkArguments arguments;
+  arguments.mask = mask_of(op, mask, stream);
   arguments.rows = wide.size(0);
   arguments.width = wide.size(1);
   arguments.rank = rank;
   arguments.padded_rank = out.size(1);
   arguments.wide = matrix(wide);
   arguments.out = matrix(out);
-  arguments.factor = factor_view(rounded);
   arguments.dtype = wide.dtype();
   arguments.scale = scale;
+  return arguments;
+}
+
+LoraReduceArguments check_reduce(const char* op, const Tensor& narrow, const Tensor& wide, const Tensor& grad,
+                                 double beta, StreamRef stream, const DropoutMask* mask) {
+  check_activation(op, {"narrow", narrow}, stream);
+  check_rank(op, narrow.size(1));
+  check_activation(op, {"wide", wide}, stream);
+  detail::require_shape(op, "wide", wide, {narrow.size(0), wide.size(1)});
+  detail::require_dtype(op, "wide", wide, narrow.dtype());
+  check_gradient(op, {"grad", grad}, narrow.size(1), wide.size(1), narrow.dtype(), stream);
+  check_beta(op, beta);
+  detail::require_apart(op, "grad", grad, "narrow", narrow);
+  detail::require_apart(op, "grad", grad, "wide", wide);
+  LoraReduceArguments arguments;
+  arguments.mask = mask_of(op, mask, stream);
+  arguments.rows = narrow.size(0);
+  arguments.width = wide.size(1);
+  arguments.rank = narrow.size(1);
+  arguments.narrow = matrix(narrow);
+  arguments.wide = matrix(wide);
+  arguments.grad = factor_view(grad);
+  arguments.dtype = narrow.dtype();
+  arguments.accumulate = beta != 0;
+  return arguments;
+}
+
+void run(LoraShrinkArguments& arguments, const Tensor& wide, const Tensor& factor, Tensor& out, StreamRef stream,
+         const DropoutMask* mask) {
+  if (out.elements() == 0) return;
+  if (arguments.width == 0 || drops_everything(mask)) return out.zero(stream);
+  const Tensor rounded = in_dtype(factor, wide.dtype(), stream);
+  arguments.factor = factor_view(rounded);
   if (stream.device().is_cuda()) {
     const cuda::LoraSplit split = cuda::lora_shrink_split(arguments, stream.device());
     const Tensor workspace = Tensor::empty({split.workspace_floats}, DType::kFloat32, stream);
@@ -149,6 +178,59 @@ void lora_shrink(const Tensor& wide, const Tensor& factor, double scale, Tensor&
     cpu::lora_shrink(arguments);
   }
   record_uses({&wide, &factor, &out}, mask, stream);
+}
+
+void run(const LoraReduceArguments& arguments, const Tensor& narrow, const Tensor& wide, Tensor& grad, StreamRef stream,
+         const DropoutMask* mask) {
+  if (grad.elements() == 0) return;
+  if (narrow.size(0) == 0 || drops_everything(mask)) {
+    if (!arguments.accumulate) grad.zero(stream);
+    return;
+  }
+  if (stream.device().is_cuda()) {
+    const cuda::LoraSplit split = cuda::lora_reduce_split(arguments, stream.device());
+    const Tensor workspace = Tensor::empty({split.workspace_floats}, DType::kFloat32, stream);
+    cuda::lora_reduce(arguments, split, workspace.data<float>(), stream);
+  } else {
+    cpu::lora_reduce(arguments);
+  }
+  record_uses({&narrow, &wide, &grad}, mask, stream);
+}
+
+}  // namespace
+
+void lora_shrink(const Tensor& wide, const Tensor& factor, double scale, Tensor& out, StreamRef stream,
+                 const DropoutMask* mask) {
+  LoraShrinkArguments arguments = check_shrink("lora_shrink", wide, factor, scale, out, stream, mask);
+  run(arguments, wide, factor, out, stream, mask);
+}
+
+void lora_reduce(const Tensor& narrow, const Tensor& wide, Tensor& grad, double beta, StreamRef stream,
+                 const DropoutMask* mask) {
+  const LoraReduceArguments arguments = check_reduce("lora_reduce", narrow, wide, grad, beta, stream, mask);
+  run(arguments, narrow, wide, grad, stream, mask);
+}
+
+void lora_shrink_reduce(const Tensor& wide, const Tensor& factor, double scale, Tensor& out, const Tensor& narrow,
+                        Tensor& grad, double beta, StreamRef stream, const DropoutMask* mask) {
+  constexpr const char* kOp = "lora_shrink_reduce";
+  LoraShrinkArguments shrink = check_shrink(kOp, wide, factor, scale, out, stream, mask);
+  const LoraReduceArguments reduce = check_reduce(kOp, narrow, wide, grad, beta, stream, mask);
+  detail::require_apart(kOp, "out", out, "narrow", narrow);
+  detail::require_apart(kOp, "out", out, "grad", grad);
+  detail::require_apart(kOp, "grad", grad, "factor", factor);
+  const bool shares = stream.device().is_cuda() && wide.elements() > 0 && !drops_everything(mask) &&
+                      shrink.rank == reduce.rank && cuda::lora_shares_pass(shrink, stream.device());
+  if (!shares) {
+    run(shrink, wide, factor, out, stream, mask);
+    return run(reduce, narrow, wide, grad, stream, mask);
+  }
+  const Tensor rounded = in_dtype(factor, wide.dtype(), stream);
+  shrink.factor = factor_view(rounded);
+  const Tensor workspace =
+      Tensor::empty({cuda::lora_shrink_reduce_workspace(shrink, reduce, stream.device())}, DType::kFloat32, stream);
+  cuda::lora_shrink_reduce(shrink, reduce, workspace.data<float>(), stream);
+  record_uses({&wide, &factor, &out, &narrow, &grad}, mask, stream);
 }
 
 void lora_expand(const Tensor& narrow, const Tensor& factor, Tensor& out, double beta, StreamRef stream,
@@ -187,44 +269,6 @@ void lora_expand(const Tensor& narrow, const Tensor& factor, Tensor& out, double
     cpu::lora_expand(arguments);
   }
   record_uses({&narrow, &factor, &out}, mask, stream);
-}
-
-void lora_reduce(const Tensor& narrow, const Tensor& wide, Tensor& grad, double beta, StreamRef stream,
-                 const DropoutMask* mask) {
-  constexpr const char* kOp = "lora_reduce";
-  check_activation(kOp, {"narrow", narrow}, stream);
-  check_rank(kOp, narrow.size(1));
-  check_activation(kOp, {"wide", wide}, stream);
-  detail::require_shape(kOp, "wide", wide, {narrow.size(0), wide.size(1)});
-  detail::require_dtype(kOp, "wide", wide, narrow.dtype());
-  check_gradient(kOp, {"grad", grad}, narrow.size(1), wide.size(1), narrow.dtype(), stream);
-  check_beta(kOp, beta);
-  detail::require_apart(kOp, "grad", grad, "narrow", narrow);
-  detail::require_apart(kOp, "grad", grad, "wide", wide);
-  LoraReduceArguments arguments;
-  arguments.mask = mask_of(kOp, mask, stream);
-  if (grad.elements() == 0) return;
-  if (narrow.size(0) == 0 || drops_everything(mask)) {
-    if (beta == 0) grad.zero(stream);
-    return;
-  }
-
-  arguments.rows = narrow.size(0);
-  arguments.width = wide.size(1);
-  arguments.rank = narrow.size(1);
-  arguments.narrow = matrix(narrow);
-  arguments.wide = matrix(wide);
-  arguments.grad = factor_view(grad);
-  arguments.dtype = narrow.dtype();
-  arguments.accumulate = beta != 0;
-  if (stream.device().is_cuda()) {
-    const cuda::LoraSplit split = cuda::lora_reduce_split(arguments, stream.device());
-    const Tensor workspace = Tensor::empty({split.workspace_floats}, DType::kFloat32, stream);
-    cuda::lora_reduce(arguments, split, workspace.data<float>(), stream);
-  } else {
-    cpu::lora_reduce(arguments);
-  }
-  record_uses({&narrow, &wide, &grad}, mask, stream);
 }
 
 void lora_forward(const Tensor& x, const Tensor& a, const Tensor& b, double scale, Tensor& y, double beta,

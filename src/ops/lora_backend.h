@@ -66,11 +66,11 @@ void lora_reduce(const LoraReduceArguments& arguments);
 
 namespace cuda {
 /// How a primitive splits its long sum over blocks: each part writes its own partial result, added in order by a second
-/// kernel.
+/// kernel. The streaming kernels only need the workspace from it and plan for themselves (lora_plan.h).
 struct LoraSplit {
   std::int64_t parts = 1;
   std::int64_t length = 0;            ///< elements of the sum that one part takes
-  std::int64_t workspace_floats = 0;  ///< 0 when there is one part
+  std::int64_t workspace_floats = 0;  ///< 0 when there are no partial results
 };
 LoraSplit lora_shrink_split(const LoraShrinkArguments& arguments, Device device);
 LoraSplit lora_reduce_split(const LoraReduceArguments& arguments, Device device);
@@ -78,6 +78,16 @@ LoraSplit lora_reduce_split(const LoraReduceArguments& arguments, Device device)
 void lora_shrink(const LoraShrinkArguments& arguments, const LoraSplit& split, float* workspace, StreamRef stream);
 void lora_expand(const LoraExpandArguments& arguments, StreamRef stream);
 void lora_reduce(const LoraReduceArguments& arguments, const LoraSplit& split, float* workspace, StreamRef stream);
+
+/// Which kernels serve 16-bit types: the streaming ones where the device has what they need, or the plain ones. For
+/// tests of the plain ones on such a device; not thread-safe.
+void prefer_plain_lora_kernels(bool prefer) noexcept;
+/// Whether a shrink and a reduce of one wide matrix run as one pass over it.
+bool lora_shares_pass(const LoraShrinkArguments& shrink, Device device);
+std::int64_t lora_shrink_reduce_workspace(const LoraShrinkArguments& shrink, const LoraReduceArguments& reduce,
+                                          Device device);
+void lora_shrink_reduce(const LoraShrinkArguments& shrink, const LoraReduceArguments& reduce, float* workspace,
+                        StreamRef stream);
 }  // namespace cuda
 
 }  // namespace rowan

@@ -1,5 +1,6 @@
-// The LoRA primitives as tiled products with one long and one short side. Any rank, size, row stride and alignment;
-// float32 runs on fused multiply-adds (IEEE float32), 16-bit types on tensor cores with float32 sums.
+// The LoRA primitives as tiled products with one long and one short side: float32 on fused multiply-adds (IEEE
+// float32), and 16-bit types on tensor cores with float32 sums, where the device does not run the streaming kernels of
+// lora_mma.cuh. Any rank, size, row stride and alignment.
 #include <mma.h>
 
 #include <algorithm>
@@ -8,6 +9,8 @@
 #include "core/cuda_check.h"
 #include "ops/device_types.cuh"
 #include "ops/lora_backend.h"
+#include "ops/lora_mma.h"
+#include "ops/lora_plan.h"
 #include "ops/tile_order.h"
 
 namespace rowan::cuda {
@@ -459,21 +462,30 @@ void launch_reduce(const LoraReduceArguments& a, const LoraSplit& split, float* 
   reduce_kernel<T, kRank><<<grid, kThreads, 0, stream>>>(a, narrow, wide, split, workspace);
 }
 
+bool plain_preferred = false;
+
+bool streams(DType dtype, Device device) { return !plain_preferred && lora_mma::serves(dtype, device); }
+
 }  // namespace
 
+void prefer_plain_lora_kernels(bool prefer) noexcept { plain_preferred = prefer; }
+
 LoraSplit lora_shrink_split(const LoraShrinkArguments& a, Device device) {
+  if (streams(a.dtype, device)) return {1, a.width, lora_mma::shrink_workspace(a, device)};
   const std::int64_t depth = size_of(a.dtype) == 2 ? kSumDepth<__half> : kSumDepth<float>;
   return split_sum(ceil_div(a.rows, kRowTile) * ceil_div(a.rank, rank_tile(a.rank)), a.width, depth, a.rows * a.rank,
                    device);
 }
 
 LoraSplit lora_reduce_split(const LoraReduceArguments& a, Device device) {
+  if (streams(a.dtype, device)) return {1, a.rows, lora_mma::reduce_workspace(a, device)};
   const std::int64_t depth = size_of(a.dtype) == 2 ? kSumDepth<__half> : kSumDepth<float>;
   return split_sum(ceil_div(a.width, kColumnTile) * ceil_div(a.rank, rank_tile(a.rank)), a.rows, depth,
                    a.rank * a.width, device);
 }
 
 void lora_shrink(const LoraShrinkArguments& a, const LoraSplit& split, float* workspace, StreamRef stream) {
+  if (streams(a.dtype, stream.device())) return lora_mma::run_shrink(a, workspace, stream);
   const DeviceGuard guard(stream.device());
   dispatch_device_type(a.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
@@ -492,6 +504,7 @@ void lora_shrink(const LoraShrinkArguments& a, const LoraSplit& split, float* wo
 }
 
 void lora_expand(const LoraExpandArguments& a, StreamRef stream) {
+  if (streams(a.dtype, stream.device())) return lora_mma::run_expand(a, stream);
   const DeviceGuard guard(stream.device());
   const dim3 grid = blocks(ceil_div(a.rows, kRowTile) * ceil_div(a.width, kColumnTile));
   const std::size_t run_bytes = 4 * size_of(a.out_dtype);
@@ -511,6 +524,7 @@ void lora_expand(const LoraExpandArguments& a, StreamRef stream) {
 }
 
 void lora_reduce(const LoraReduceArguments& a, const LoraSplit& split, float* workspace, StreamRef stream) {
+  if (streams(a.dtype, stream.device())) return lora_mma::run_reduce(a, workspace, stream);
   const DeviceGuard guard(stream.device());
   dispatch_device_type(a.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
@@ -526,6 +540,20 @@ void lora_reduce(const LoraReduceArguments& a, const LoraSplit& split, float* wo
                                                                                                          workspace);
     check_launch("lora_reduce");
   }
+}
+
+bool lora_shares_pass(const LoraShrinkArguments& shrink, Device device) {
+  return streams(shrink.dtype, device) && lora_both_fits(shrink.rank);
+}
+
+std::int64_t lora_shrink_reduce_workspace(const LoraShrinkArguments& shrink, const LoraReduceArguments& reduce,
+                                          Device device) {
+  return lora_mma::both_workspace(shrink, reduce, device);
+}
+
+void lora_shrink_reduce(const LoraShrinkArguments& shrink, const LoraReduceArguments& reduce, float* workspace,
+                        StreamRef stream) {
+  lora_mma::run_both(shrink, reduce, workspace, stream);
 }
 
 }  // namespace rowan::cuda

@@ -13,5 +13,11 @@ LoraSplit lora_reduce_split(const LoraReduceArguments&, Device) { unsupported();
 void lora_shrink(const LoraShrinkArguments&, const LoraSplit&, float*, StreamRef) { unsupported(); }
 void lora_expand(const LoraExpandArguments&, StreamRef) { unsupported(); }
 void lora_reduce(const LoraReduceArguments&, const LoraSplit&, float*, StreamRef) { unsupported(); }
+void prefer_plain_lora_kernels(bool) noexcept {}
+bool lora_shares_pass(const LoraShrinkArguments&, Device) { unsupported(); }
+std::int64_t lora_shrink_reduce_workspace(const LoraShrinkArguments&, const LoraReduceArguments&, Device) {
+  unsupported();
+}
+void lora_shrink_reduce(const LoraShrinkArguments&, const LoraReduceArguments&, float*, StreamRef) { unsupported(); }
 
 }  // namespace rowan::cuda

@@ -9,6 +9,8 @@
 #include <vector>
 
 #include "catch.h"
+#include "ops/lora_backend.h"
+#include "ops/lora_plan.h"
 #include "ops/tile_order.h"
 #include "rowan/core/error.h"
 #include "rowan/ops/elementwise.h"
@@ -88,6 +90,19 @@ void check_primitives(const Sizes& s, DType dtype, const DropoutMask* mask, Stre
     check(added, expand_estimate(stored(narrow_host), factor_host, dtype, dtype, &before, mask), stream);
   }
 
+  for (const bool transposed : {false, true}) {  // both primitives of one wide matrix at once
+    const Tensor f = transposed ? stored_transposed(factor, stream) : factor;
+    Tensor out = poisoned({s.m, padded}, dtype, stream),
+           grad = random_normal({s.k, s.r}, accumulator(dtype), 5, stream);
+    if (transposed) grad = grad.transpose(0, 1).clone(stream).transpose(0, 1);
+    Tensor rows = grad.transpose(0, 1);
+    const Matrix before = host(rows, stream);
+    lora_shrink_reduce(wide, f, 0.6, out, narrow, rows, 1, stream, mask);
+    check(out.slice(1, 0, s.r), shrink_estimate(wide_host, factor_host, 0.6, dtype, mask), stream);
+    CHECK(values(out.slice(1, s.r, padded), stream) ==
+          std::vector<double>(static_cast<std::size_t>(s.m * (padded - s.r)), 0));
+    check(rows, reduce_estimate(stored(narrow_host), wide_host, dtype, &before, mask), stream);
+  }
   for (const bool transposed_grad : {false, true}) {
     Tensor grad = poisoned(transposed_grad ? Shape{s.k, s.r} : Shape{s.r, s.k}, accumulator(dtype), stream);
     if (transposed_grad) grad = grad.transpose(0, 1);
@@ -321,6 +336,38 @@ TEST_CASE("tiles in grouped order come once each, a group of rows at a time") {
   }
 }
 
+TEST_CASE("the plans of the LoRA kernels cover the whole product with clusters that fit") {
+  for (const std::int64_t processors : {16, 108, 132, 148}) {
+    for (const std::int64_t rows : {1, 16, 31, 128, 129, 512, 2048, 8192, 32768, 100000}) {
+      for (const std::int64_t width : {1, 7, 256, 4096, 6144, 14336}) {
+        for (const std::int64_t rank : {1, 16, 17, 48, 64, 65, 128}) {
+          CAPTURE(processors, rows, width, rank);
+          const std::int64_t rank_tiles = (rank + lora_rank_tile(rank) - 1) / lora_rank_tile(rank);
+          const LoraPlan shrink = plan_shrink(rows, width, rank, processors);
+          REQUIRE(shrink.parts * shrink.length >= width);
+          REQUIRE(shrink.tiles == (rows + shrink.row_tile - 1) / shrink.row_tile * rank_tiles);
+          REQUIRE((shrink.cluster == 1 || shrink.cluster == shrink.parts));
+          const LoraPlan reduce = plan_reduce(rows, width, rank, processors);
+          REQUIRE(reduce.parts * reduce.length >= rows);
+          REQUIRE((reduce.cluster == 1 || reduce.cluster == reduce.parts));
+          REQUIRE(std::max(shrink.cluster, reduce.cluster) <= kMostCluster);
+          const LoraPlan expand = plan_expand(rows, width, processors);
+          REQUIRE(expand.parts * expand.length >= rows);
+          REQUIRE((expand.parts - 1) * expand.length < rows);
+          if (!lora_both_fits(rank)) continue;
+          const LoraPlan both = plan_both(rows, width, rank, processors);
+          REQUIRE(both.tiles * kBothColumns >= width);
+          REQUIRE((both.cluster == 1 || both.cluster == both.tiles));
+          REQUIRE(both.length <= both_most_rows(rank));
+          REQUIRE(both.parts * both.length >= rows);
+          REQUIRE((both.parts - 1) * both.length < rows);
+          if (rows <= 128) REQUIRE(both.parts == 1);  // no finishing launch for the gradient
+        }
+      }
+    }
+  }
+}
+
 TEST_CASE("the LoRA primitives are the float64 products for odd sizes, ranks and layouts") {
   for (const DType dtype : kAll) {
     for (const Sizes& s : all_sizes()) check_primitives(s, dtype, nullptr, {});
@@ -470,6 +517,31 @@ TEST_CASE("the LoRA operations on CUDA handle strides, slack, p = 1, NaN and gua
     check_non_finite(dtype, stream);
   }
   check_guards(stream);
+}
+
+TEST_CASE("the plain LoRA kernels on CUDA are the float64 products on every device", "[gpu]") {
+  if (!have_gpu()) return;
+  const Stream stream(Device::cuda());
+  cuda::prefer_plain_lora_kernels(true);
+  for (const DType dtype : {DType::kBFloat16, DType::kFloat16}) {
+    for (const Sizes& s : {Sizes{1, 1, 3, 1}, Sizes{7, 33, 65, 3}, Sizes{65, 129, 64, 16}, Sizes{130, 1000, 127, 24}}) {
+      check_primitives(s, dtype, nullptr, stream);
+      check_adapter(s, dtype, dtype, stream);
+    }
+  }
+  cuda::prefer_plain_lora_kernels(false);
+}
+
+TEST_CASE("the LoRA operations on CUDA are right where rows and columns fill whole tiles", "[gpu]") {
+  if (!have_gpu()) return;
+  const Stream stream(Device::cuda());
+  for (const DType dtype : kCuda) {
+    for (const Sizes& s :
+         {Sizes{256, 1024, 512, 16}, Sizes{1024, 512, 1024, 32}, Sizes{160, 512, 256, 64}, Sizes{2048, 512, 0, 16}}) {
+      check_primitives(s, dtype, nullptr, stream);
+      if (s.n > 0) check_adapter(s, dtype, dtype, stream);
+    }
+  }
 }
 
 TEST_CASE("the LoRA operations on CUDA give the same bits twice", "[gpu]") {

@@ -134,8 +134,9 @@ class LoraLinear {
   void shrink_input(const Tensor& x, const LoraLinearContext& context, Tensor& s, bool input_dropped,
                     StreamRef stream) const;
   void add_weight_gradients(const Tensor& dy, const Tensor& x, StreamRef stream) const;
-  void add_factor_gradients(const Tensor& dy, const Tensor& ds, const LoraLinearContext& context,
-                            StreamRef stream) const;
+  /// ds = scale (dy B) of every part, and the gradients of B.
+  void add_b_gradients(const Tensor& dy, Tensor& ds, const LoraLinearContext& context, StreamRef stream) const;
+  void add_a_gradients(const Tensor& ds, const LoraLinearContext& context, StreamRef stream) const;
 
   std::int64_t in_features_ = 0, out_features_ = 0, columns_ = 0;
   std::vector<LinearPart> parts_;

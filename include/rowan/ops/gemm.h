@@ -19,10 +19,11 @@ struct GemmOptions {
 /// dimensions (transposed views are taken), c in the last; the other strides are free as long as elements of c do not
 /// coincide. M, N, K and B may be 0; with K = 0 c becomes beta c. Writes c, which must not share memory with a or b.
 ///
-/// CUDA: cuBLASLt with one workspace a (device, stream); reductions in float32 in a fixed order, so equal calls on one
-/// device give equal bits. CPU: OpenBLAS in blocks that depend on the shape alone, each on one thread, so bits do not
-/// depend on the number of threads; float64, and all dtypes in a build without OpenBLAS, by plain loops that accumulate
-/// in float64.
+/// CUDA: cuBLASLt with one workspace a (device, stream) and, for large products, the algorithm that was measured to be
+/// the fastest (see tuning.h: the first call of a shape takes longer and waits for the stream); reductions in float32
+/// in a fixed order, so equal calls on one device give equal bits. CPU: OpenBLAS in blocks that depend on the shape
+/// alone, each on one thread, so bits do not depend on the number of threads; float64, and all dtypes in a build
+/// without OpenBLAS, by plain loops that accumulate in float64.
 ///
 /// Throws InvalidArgument when shapes, dtypes, strides or devices do not fit, Unsupported for float64 on CUDA.
 void gemm(const Tensor& a, const Tensor& b, Tensor& c, StreamRef stream, const GemmOptions& options = {});

@@ -38,6 +38,13 @@ void lora_expand(const Tensor& narrow, const Tensor& factor, Tensor& out, double
 void lora_reduce(const Tensor& narrow, const Tensor& wide, Tensor& grad, double beta, StreamRef stream,
                  const DropoutMask* mask = nullptr);
 
+/// Both at once: out[:, :r] = scale (mask o wide) factor^T, out[:, r:] = 0, and grad = narrow^T (mask o wide) + beta
+/// grad. On CUDA one pass over wide for 16-bit types up to rank 32 where the device has thread block clusters;
+/// otherwise lora_shrink, then lora_reduce. In a backward pass wide is dy, factor B^T, out dS, narrow the saved S and
+/// grad dB^T. Writes out and grad, which share memory with no other argument.
+void lora_shrink_reduce(const Tensor& wide, const Tensor& factor, double scale, Tensor& out, const Tensor& narrow,
+                        Tensor& grad, double beta, StreamRef stream, const DropoutMask* mask = nullptr);
+
 // The operations of a whole adapter, as in NVIDIA NeMo Automodel's lora_kernel (see the map in README.md).
 
 /// y = scale (x A^T) B^T + beta y, with beta 0 or 1. y of x's dtype, or any of float32, bfloat16, float16. Writes y.

@@ -1,0 +1,9 @@
+#include "ops/lora_mma.cuh"
+
+namespace rowan::cuda::lora_mma {
+
+template void both<__nv_bfloat16>(const LoraShrinkArguments&, const LoraReduceArguments&, const LoraPlan&, float*,
+                                  cudaStream_t);
+template void expand<__nv_bfloat16>(const LoraExpandArguments&, const LoraPlan&, cudaStream_t);
+
+}  // namespace rowan::cuda::lora_mma
