@@ -26,7 +26,10 @@ void say(const std::string& text) {
 }
 
 const std::map<std::string, RankCheck>& checks() {
-  static const std::map<std::string, RankCheck> all = {{"collectives", check_collectives}};
+  static const std::map<std::string, RankCheck> all = {{"collectives", check_collectives},
+                                                       {"sharded_muown", check_sharded_muown},
+                                                       {"data_parallel", check_data_parallel},
+                                                       {"column_parallel", check_column_parallel}};
   return all;
 }
 
