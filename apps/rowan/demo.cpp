@@ -8,6 +8,7 @@
 #include <filesystem>
 #include <iostream>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <stdexcept>
 #include <string_view>
 #include <vector>
@@ -20,6 +21,7 @@
 #include "rowan/core/error.h"
 #include "rowan/io/atomic_file.h"
 #include "rowan/nn/llama_files.h"
+#include "rowan/optim/data_parallel.h"
 #include "rowan/optim/optimizer.h"
 #include "rowan/train/metrics.h"
 #include "rowan/train/plot.h"
@@ -52,44 +54,12 @@ Rates rates_for(Algorithm algorithm) {
 /// What the two stages share: where they run and what they report to.
 struct Run {
   const DemoOptions& options;
+  Communicator& communicator;
   StreamRef stream;
-  MetricsWriter& metrics;
-  std::vector<double> steps;  // of both stages, one after the other
+  std::optional<MetricsWriter> metrics;  // of the first rank
+  std::vector<double> steps;             // of both stages, one after the other
   std::vector<double> losses;
 };
-
-void train(Run& run, const char* stage, LlamaModel& model, const std::vector<HostBatch>& batches,
-           double learning_rate) {
-  const OptimizerOptions options = demo_optimizer(parse_algorithm(run.options.optimizer));
-  const auto optimizer = make_optimizer(options, model.parameters(), run.stream);
-  const TrainerOptions training = demo_schedule(learning_rate, static_cast<std::int64_t>(batches.size()));
-  SingleCommunicator communicator;
-  Trainer trainer(model, *optimizer, communicator, training, run.stream);
-  ProgressOutput output = ProgressOutput::standard_error();
-  if (run.options.json) output.style = ProgressStyle::kQuiet;
-  Progress progress(stage, output);
-  std::int64_t tokens = 0;
-  for (const HostBatch& batch : batches) {
-    const TrainStep step = trainer.step(batch);
-    if (!std::isfinite(step.loss))
-      throw std::runtime_error(fmt::format("demo: the loss of step {} of {} is not finite", step.step, stage));
-    run.steps.push_back(static_cast<double>(run.steps.size()));
-    run.losses.push_back(step.loss);
-    run.metrics.write({{"stage", std::string(stage)},
-                       {"step", step.step},
-                       {"loss", step.loss},
-                       {"learning_rate", step.learning_rate},
-                       {"gradient_norm", step.gradient_norm},
-                       {"tokens", step.tokens},
-                       {"seconds", step.seconds}});
-    tokens += step.tokens;
-    progress.update({step.step + 1, training.schedule.total_steps, step.loss, step.learning_rate, tokens});
-  }
-  progress.close();
-}
-
-using Clock = std::chrono::steady_clock;
-double seconds_since(Clock::time_point begin) { return std::chrono::duration<double>(Clock::now() - begin).count(); }
 
 /// Losses of one model on held-out text of both styles, in nats per byte.
 struct Losses {
@@ -97,16 +67,49 @@ struct Losses {
   double pirate = 0;
 };
 
-Losses measure(LlamaModel& model, const DemoCorpora& plain, const DemoCorpora& pirate, StreamRef stream) {
-  return {evaluate(model, plain.held_out, stream), evaluate(model, pirate.held_out, stream)};
+/// Trains, and measures what came of it.
+Losses train(Run& run, const char* stage, LlamaModel& model, const std::vector<HostBatch>& batches,
+             double learning_rate, const DemoCorpora& plain, const DemoCorpora& pirate) {
+  const OptimizerOptions options = demo_optimizer(parse_algorithm(run.options.optimizer));
+  const auto optimizer = make_data_parallel_optimizer(options, model.parameters(), run.communicator, run.stream);
+  const TrainerOptions training = demo_schedule(learning_rate, static_cast<std::int64_t>(batches.size()));
+  const int rank = run.communicator.rank(), ranks = run.communicator.size();
+  Trainer trainer(model, *optimizer, run.communicator, training, run.stream);
+  ProgressOutput output = ProgressOutput::standard_error();
+  if (run.options.json || rank != 0) output.style = ProgressStyle::kQuiet;
+  Progress progress(stage, output);
+  std::int64_t tokens = 0;
+  for (const HostBatch& batch : batches) {
+    const TrainStep step = trainer.step(sequences_of_rank(batch, rank, ranks));
+    if (!std::isfinite(step.loss))
+      throw std::runtime_error(fmt::format("demo: the loss of step {} of {} is not finite", step.step, stage));
+    run.steps.push_back(static_cast<double>(run.steps.size()));
+    run.losses.push_back(step.loss);
+    if (run.metrics)
+      run.metrics->write({{"stage", std::string(stage)},
+                          {"step", step.step},
+                          {"loss", step.loss},
+                          {"learning_rate", step.learning_rate},
+                          {"gradient_norm", step.gradient_norm},
+                          {"tokens", step.tokens},
+                          {"seconds", step.seconds}});
+    tokens += step.tokens;
+    progress.update({step.step + 1, training.schedule.total_steps, step.loss, step.learning_rate, tokens});
+  }
+  progress.close();
+  return {trainer.evaluate(plain.held_out), trainer.evaluate(pirate.held_out)};
 }
 
-void write_config(const std::filesystem::path& path, const DemoOptions& options, const Rates& rates, Device device,
+using Clock = std::chrono::steady_clock;
+double seconds_since(Clock::time_point begin) { return std::chrono::duration<double>(Clock::now() - begin).count(); }
+
+void write_config(const std::filesystem::path& path, const DemoOptions& options, const Rates& rates, const Run& run,
                   std::int64_t parameters) {
   const nlohmann::ordered_json config = {{"rowan", build_info().version},
                                          {"seed", options.seed},
                                          {"optimizer", options.optimizer},
-                                         {"device", to_string(device)},
+                                         {"device", to_string(run.stream.device())},
+                                         {"ranks", run.communicator.size()},
                                          {"parameters", parameters},
                                          {"sequence_length", kDemoSequenceLength},
                                          {"batch_size", kDemoBatchSize},
@@ -154,7 +157,9 @@ std::int64_t count_parameters(const std::vector<Parameter>& parameters) {
 
 void run_demo(const DemoOptions& options) {
   const Clock::time_point begin = Clock::now();
-  const Device device = parse_device(options.device);
+  const RankPlace place = join_ranks(options.ranks);
+  const Device device = place.device;
+  const bool is_first = place.is_first();
   const Stream stream(device);
   const std::filesystem::path out = options.out;
   const Rates defaults = rates_for(parse_algorithm(options.optimizer));
@@ -166,14 +171,14 @@ void run_demo(const DemoOptions& options) {
   const ModelConfig config = demo_model_config();
   const AdapterConfig adapter = demo_adapter_config((out / "base").string());
 
-  make_directories(out);
-  const std::filesystem::path metrics_path = out / "metrics.jsonl";
-  std::filesystem::remove(metrics_path);
-  MetricsWriter metrics(metrics_path);
-  Run run{options, stream, metrics, {}, {}};
-
-  write_token_rows(out / "held-out-1.jsonl", plain.held_out_rows);
-  write_token_rows(out / "held-out-2.jsonl", pirate.held_out_rows);
+  Run run{options, *place.communicator, stream, {}, {}, {}};
+  if (is_first) {
+    make_directories(out);
+    std::filesystem::remove(out / "metrics.jsonl");
+    run.metrics.emplace(out / "metrics.jsonl");
+    write_token_rows(out / "held-out-1.jsonl", plain.held_out_rows);
+    write_token_rows(out / "held-out-2.jsonl", pirate.held_out_rows);
+  }
 
   Losses base;
   std::string before;
@@ -186,12 +191,14 @@ void run_demo(const DemoOptions& options) {
     dense.train_base = true;
     LlamaModel model(config, dense, stream);
     model.init_base(options.seed, config.initializer_range, stream);
-    write_config(out / "config.json", options, rates, device, count_parameters(model.parameters()));
-    train(run, "pretrain", model, plain.training, rates.pretrain);
-    base = measure(model, plain, pirate, stream);
-    before = sample(model);
-    save_base(out / "base", model, stream);
+    if (is_first) write_config(out / "config.json", options, rates, run, count_parameters(model.parameters()));
+    base = train(run, "pretrain", model, plain.training, rates.pretrain, plain, pirate);
+    if (is_first) {
+      before = sample(model);
+      save_base(out / "base", model, stream);
+    }
   }
+  place.communicator->barrier(stream);
 
   // The base comes back from its files, as any model would.
   const ModelConfig loaded = read_model_config(out / "base");
@@ -200,18 +207,19 @@ void run_demo(const DemoOptions& options) {
   LlamaModel model(loaded, tuning, stream);
   load_base(model, ModelFiles(out / "base"), stream);
   model.init_adapter(options.seed + 1, stream);
-  train(run, "tune", model, pirate.training, rates.tune);
-  const Losses tuned = measure(model, plain, pirate, stream);
+  const Losses tuned = train(run, "tune", model, pirate.training, rates.tune, plain, pirate);
+  if (!is_first) return;
   const std::string after = sample(model);
   save_adapter(out / "adapter", model, adapter, stream);
   write_text_file(out / "loss.svg", loss_plot(run, options, plain, pirate));
   const double seconds = seconds_since(begin);
 
   if (options.json) {
-    const nlohmann::ordered_json line = {
-        {"base_loss", base.pirate},       {"tuned_loss", tuned.pirate},       {"entropy", pirate.entropy},
-        {"base_loss_style1", base.plain}, {"tuned_loss_style1", tuned.plain}, {"entropy_style1", plain.entropy},
-        {"optimizer", options.optimizer}, {"device", to_string(device)},      {"seconds", seconds}};
+    const nlohmann::ordered_json line = {{"base_loss", base.pirate},         {"tuned_loss", tuned.pirate},
+                                         {"entropy", pirate.entropy},        {"base_loss_style1", base.plain},
+                                         {"tuned_loss_style1", tuned.plain}, {"entropy_style1", plain.entropy},
+                                         {"optimizer", options.optimizer},   {"device", to_string(device)},
+                                         {"ranks", run.communicator.size()}, {"seconds", seconds}};
     std::cout << line.dump() << '\n';
     return;
   }

@@ -5,13 +5,15 @@
 #include <optional>
 #include <string>
 
+#include "launch.h"
+
 namespace rowan::app {
 
 struct DemoOptions {
   std::string out = "rowan-demo";
   std::uint64_t seed = 1;
   std::string optimizer = "muown";  ///< muown, muon or adamw
-  std::string device = "auto";
+  RankOptions ranks;
   int pretrain_steps = 150;
   int tune_steps = 100;
   std::optional<double>
@@ -22,7 +24,8 @@ struct DemoOptions {
 
 /// Makes two corpora from template grammars, pre-trains a byte-level Llama of about one million parameters on the
 /// first, saves it as a Hugging Face directory, fine-tunes LoRA on the second, saves a PEFT adapter, and prints losses
-/// beside the grammars' entropies. Throws Error; nothing half-written stays under a final name.
+/// beside the grammars' entropies. Several ranks share the sequences of each batch; the first writes and prints. Throws
+/// Error; nothing half-written stays under a final name.
 void run_demo(const DemoOptions& options);
 
 }  // namespace rowan::app

@@ -16,6 +16,7 @@
 #include "generate.h"
 #include "info.h"
 #include "inspect.h"
+#include "launch.h"
 #include "merge.h"
 #include "option_checks.h"
 #include "plot.h"
@@ -32,6 +33,35 @@ constexpr const char* kFooter =
 using rowan::app::check_not_empty;
 using rowan::app::check_seed;
 
+void add_ranks(CLI::App& command, rowan::app::RankOptions& options) {
+  command
+      .add_option(
+          "--ranks", options.ranks,
+          "Processes that share each batch, started on this machine: over NCCL on CUDA, TCP on the CPU (default: "
+          "one, or as torchrun, mpirun or srun started the program)")
+      ->check(CLI::Range(1, 4096));
+  command
+      .add_option("--comm-timeout", options.comm_timeout, "Seconds that a rank waits for another before the run fails")
+      ->check(CLI::Range(0.1, 86400.0))
+      ->capture_default_str();
+  command
+      .add_option(
+          "--device", options.device,
+          "cpu, cuda, cuda:N or auto (CUDA where there is a device); of several ranks each takes the device of its "
+          "own number")
+      ->capture_default_str();
+}
+
+/// Runs a command here, or on ranks that this process starts.
+template <class F>
+void run_on_ranks(const rowan::app::RankOptions& options, const F& run) {
+  if (rowan::app::starts_ranks(options)) {
+    rowan::app::start_ranks(options);
+  } else {
+    run();
+  }
+}
+
 void add_demo(CLI::App& program, rowan::app::DemoOptions& options) {
   CLI::App* demo = program.add_subcommand(
       "demo", "Pre-train a small Llama, fine-tune LoRA on it with Muown, and show what it learned");
@@ -47,8 +77,7 @@ void add_demo(CLI::App& program, rowan::app::DemoOptions& options) {
   demo->add_option("--optimizer", options.optimizer, "Optimizer of matrices and LoRA factors; the rest takes AdamW")
       ->check(CLI::IsMember({"muown", "muon", "adamw"}))
       ->capture_default_str();
-  demo->add_option("--device", options.device, "cpu, cuda, cuda:N or auto (a CUDA device where there is one)")
-      ->capture_default_str();
+  add_ranks(*demo, options.ranks);
   demo->add_option("--pretrain-steps", options.pretrain_steps, "Optimizer steps of pre-training, 2048 bytes each")
       ->check(CLI::Range(1, 1000000))
       ->capture_default_str();
@@ -62,7 +91,7 @@ void add_demo(CLI::App& program, rowan::app::DemoOptions& options) {
                    "Peak learning rate of fine-tuning (default by optimizer)")
       ->check(CLI::PositiveNumber);
   demo->add_flag("--json", options.json, "End with one line of JSON on stdout, and keep quiet otherwise");
-  demo->callback([&options] { rowan::app::run_demo(options); });
+  demo->callback([&options] { run_on_ranks(options.ranks, [&options] { rowan::app::run_demo(options); }); });
 }
 
 void add_eval(CLI::App& program, rowan::app::EvalOptions& options) {
@@ -189,6 +218,35 @@ void add_plot(CLI::App& program, rowan::app::PlotOptions& options) {
   plot->callback([&options] { rowan::app::run_plot(options); });
 }
 
+void add_info(CLI::App& program, rowan::app::InfoOptions& options) {
+  CLI::App* info = program.add_subcommand(
+      "info", "Show what this program was built with and the devices it sees, or plan split weights");
+  CLI::Option* plan = info->add_option(
+      "--plan", options.plan,
+      "ROWS,COLUMNS[,RANKS]: what Muown's Newton-Schulz of weights of that size costs when their output "
+      "neurons are split over ranks, by a model of the machine; nothing is run");
+  info->add_option("--ranks", options.ranks, "A..B: a line for each doubling of the number of ranks")->needs(plan);
+  info->add_option("--count", options.count, "Weights of that size that are stepped together")
+      ->needs(plan)
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  info->add_option("--bandwidth", options.bandwidth, "GB/s that a rank sends and receives at once")
+      ->needs(plan)
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  info->add_option("--latency", options.latency, "Microseconds that a message takes")
+      ->needs(plan)
+      ->check(CLI::NonNegativeNumber)
+      ->capture_default_str();
+  info->callback([&options] {
+    if (options.plan.empty()) {
+      rowan::app::print_info(std::cout);
+    } else {
+      rowan::app::print_plan(options, std::cout);
+    }
+  });
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -212,8 +270,8 @@ int main(int argc, char** argv) {
   add_inspect(program, inspect);
   rowan::app::PlotOptions plot;
   add_plot(program, plot);
-  CLI::App* info = program.add_subcommand("info", "Show what this program was built with and the devices it sees");
-  info->callback([] { rowan::app::print_info(std::cout); });
+  rowan::app::InfoOptions info;
+  add_info(program, info);
   try {
     std::vector<std::string> arguments = rowan::app::with_config_file({argv + 1, argv + argc});
     std::reverse(arguments.begin(), arguments.end());  // as CLI11 wants them
@@ -225,14 +283,16 @@ int main(int argc, char** argv) {
     return program.exit(error) == 0 ? rowan::app::kDone : rowan::app::kUsage;
   } catch (const rowan::app::Interrupted& interrupted) {
     return 128 + interrupted.signal;
+  } catch (const rowan::app::RanksFailed& failed) {
+    return failed.status;
   } catch (const rowan::Error& error) {
-    std::cerr << "rowan: " << error.what() << '\n';
+    std::cerr << "rowan: " << rowan::app::rank_prefix() << error.what() << '\n';
     return rowan::app::exit_code(error.kind());
   } catch (const std::bad_alloc&) {
-    std::cerr << "rowan: out of host memory\n";
+    std::cerr << "rowan: " << rowan::app::rank_prefix() << "out of host memory\n";
     return rowan::app::kOutOfMemory;
   } catch (const std::exception& error) {
-    std::cerr << "rowan: " << error.what() << '\n';
+    std::cerr << "rowan: " << rowan::app::rank_prefix() << error.what() << '\n';
     return rowan::app::kFailed;
   }
 }

@@ -24,7 +24,7 @@ class AdamwUpdater final : public Updater {
     }
   }
 
-  void apply(std::span<const Tensor> gradients, bool moved, StreamRef stream) override {
+  void apply(std::span<const Tensor> gradients, bool moved, StreamRef stream, Communicator&) override {
     if (moved) {
       std::vector<AdamwArguments> present;
       for (std::size_t i = 0; i < parameters_.size(); ++i) {

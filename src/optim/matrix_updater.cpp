@@ -3,6 +3,7 @@
 #include <map>
 
 #include "core/check.h"
+#include "optim/matrix_settings.h"
 #include "optim/updater.h"
 #include "rowan/ops/muon.h"
 
@@ -34,25 +35,6 @@ struct Bucket {
 
 bool is_muown(const Bucket& bucket) { return bucket.group->algorithm == Algorithm::kMuown; }
 
-std::int64_t output_neurons(const Tensor& weight, MatrixLayout layout) {
-  return weight.size(layout == MatrixLayout::kOutIn ? -2 : -1);
-}
-std::int64_t columns(const Tensor& weight, MatrixLayout layout) {
-  return weight.size(layout == MatrixLayout::kOutIn ? -1 : -2);
-}
-
-/// Output neurons [begin, begin + rows) of a matrix, or of each matrix of a stack.
-Tensor rows_of(const Tensor& t, MatrixLayout layout, std::int64_t begin, std::int64_t rows) {
-  return t.slice(layout == MatrixLayout::kOutIn ? -2 : -1, begin, begin + rows);
-}
-
-DType dtype_of_update(const ParameterGroup& group, DType master) {
-  if (group.update_dtype) return *group.update_dtype;
-  const NewtonSchulzPath path = group.newton_schulz.path;
-  const bool exact = path == NewtonSchulzPath::kSvd || path == NewtonSchulzPath::kGramFp32;
-  return exact ? master : DType::kBFloat16;
-}
-
 Bucket make_bucket(const OptimizedParameter& p) {
   const ParameterGroup& group = *p.group;
   const std::string op = fmt::format("{} of \"{}\"", to_string(group.algorithm), p.name);
@@ -67,24 +49,14 @@ Bucket make_bucket(const OptimizedParameter& p) {
     blocks_rows += block;
   }
   if (bucket.blocks.empty()) {
-    bucket.blocks.push_back({rows, p.shard.global_rows > 0 ? p.shard.global_rows : rows});
+    bucket.blocks.push_back({rows, rows});
     blocks_rows = rows;
   }
   require(blocks_rows == rows, "{}: expected row_blocks that add up to {} output neurons, got {}", op, rows,
           blocks_rows);
-  MuownOptions& options = bucket.options;
-  options.layout = p.layout;
-  options.momentum = group.momentum;
-  options.nesterov = group.nesterov;
-  options.beta1 = group.beta1;
-  options.beta2 = group.beta2;
-  options.epsilon = group.epsilon;
-  options.cold_rows = group.cold_rows;
-  options.update_scale = group.update_scale;
-  options.magnitude_lr = group.magnitude_lr;
-  options.row_blocks = bucket.blocks;
+  bucket.options = muown_options(group, p.layout, bucket.blocks);
   if (group.algorithm == Algorithm::kMuown) {
-    const MuownSupport support = muown_supported(p.master, options);
+    const MuownSupport support = muown_supported(p.master, bucket.options);
     require(support.supported, "{}: {}", op, support.reason);
   }
   return bucket;
@@ -95,7 +67,7 @@ bool fits(const Bucket& bucket, const OptimizedParameter& p) {
   const auto count = static_cast<std::int64_t>(bucket.members.size());
   return bucket.group == p.group && first.master.shape() == p.master.shape() &&
          first.master.dtype() == p.master.dtype() && first.layout == p.layout &&
-         first.shard.global_rows == p.shard.global_rows && (count + 1) * p.master.elements() <= kMostStackedElements;
+         (count + 1) * p.master.elements() <= kMostStackedElements;
 }
 
 Shape stacked(std::int64_t count, const Shape& shape) {
@@ -116,7 +88,7 @@ class MatrixUpdater final : public Updater {
     for (Bucket& bucket : buckets_) make_state(bucket, stream);
   }
 
-  void apply(std::span<const Tensor> gradients, bool, StreamRef stream) override {
+  void apply(std::span<const Tensor> gradients, bool, StreamRef stream, Communicator&) override {
     for (Bucket& bucket : buckets_) {
       const auto has_gradient = [&](const Member& m) { return gradients[m.parameter.index].defined(); };
       if (std::none_of(bucket.members.begin(), bucket.members.end(), has_gradient)) continue;

@@ -111,11 +111,14 @@ class GroupedOptimizer final : public Optimizer {
     const AllocationLabel label("optimizer");
     check_options(options_);
     add_parameters(parameters, stream);
-    std::vector<OptimizedParameter> adamw, matrices;
-    for (const OptimizedParameter& p : parameters_)
-      (p.group->algorithm == Algorithm::kAdamW ? adamw : matrices).push_back(p);
+    std::vector<OptimizedParameter> adamw, matrices, shards;
+    for (const OptimizedParameter& p : parameters_) {
+      const bool is_split = p.shard.global_rows > 0;
+      (p.group->algorithm == Algorithm::kAdamW ? adamw : is_split ? shards : matrices).push_back(p);
+    }
     if (!adamw.empty()) updaters_.push_back(detail::make_adamw_updater(std::move(adamw), stream));
     if (!matrices.empty()) updaters_.push_back(detail::make_matrix_updater(std::move(matrices), stream));
+    if (!shards.empty()) updaters_.push_back(detail::make_sharded_updater(std::move(shards), stream));
   }
 
   void stage(std::span<const Parameter> parameters, const StepValues& values, StreamRef stream) override {
@@ -136,7 +139,7 @@ class GroupedOptimizer final : public Optimizer {
   void apply(std::span<const Parameter> parameters, StreamRef stream, Communicator& communicator) override {
     const AllocationLabel label("optimizer");
     std::vector<Tensor> gradients = checked_gradients(parameters, stream);
-    require_whole_matrices(communicator);
+    for (const auto& updater : updaters_) updater->agree(communicator, stream);
     const bool moved = !listed_ || !lie_as_before(gradients);
     listed_ = false;
     if (moved) list_gradients(gradients, stream);
@@ -148,7 +151,7 @@ class GroupedOptimizer final : public Optimizer {
     square_sum_.run(control_, stream, has_split_);
     finish_step_control(control_, options_.max_gradient_norm, stream);
     advance_steps(control_, active_, steps_, controls_, stream);
-    for (const auto& updater : updaters_) updater->apply(gradients, moved, stream);
+    for (const auto& updater : updaters_) updater->apply(gradients, moved, stream, communicator);
     gradients_ = std::move(gradients);
     listed_ = true;
   }
@@ -258,16 +261,6 @@ class GroupedOptimizer final : public Optimizer {
       detail::require_rows("optimizer", name.c_str(), p->grad);
     }
     return gradients;
-  }
-
-  void require_whole_matrices(const Communicator& communicator) const {
-    if (communicator.size() == 1) return;
-    for (const OptimizedParameter& p : parameters_) {
-      if (p.group->algorithm == Algorithm::kAdamW || p.shard.global_rows == 0) continue;
-      detail::fail(ErrorKind::kUnsupported,
-                   "optimizer: expected \"{}\" whole on every rank for {}, got rows of {} split over {} ranks", p.name,
-                   to_string(p.group->algorithm), p.shard.global_rows, communicator.size());
-    }
   }
 
   bool lie_as_before(std::span<const Tensor> gradients) const {

@@ -28,15 +28,21 @@ struct OptimizedParameter {
 class Updater {
  public:
   virtual ~Updater() = default;
+  /// Called before every step, and before anything is written: the first time, to agree with the other ranks. Throws
+  /// InvalidArgument on all of them where they do not fit together.
+  virtual void agree(Communicator&, StreamRef) {}
   /// Steps its parameters. gradients are those of all trainable parameters, checked; undefined: none in this step.
   /// `moved` says that some lie elsewhere than at the call before.
-  virtual void apply(std::span<const Tensor> gradients, bool moved, StreamRef stream) = 0;
+  virtual void apply(std::span<const Tensor> gradients, bool moved, StreamRef stream, Communicator& communicator) = 0;
   virtual void append_state(std::vector<NamedTensor>& state) const = 0;
 };
 
 std::unique_ptr<Updater> make_adamw_updater(std::vector<OptimizedParameter> parameters, StreamRef stream);
 
-/// Muown and Muon. Throws InvalidArgument naming a parameter that they cannot step.
+/// Muown and Muon, of parameters that are whole on every rank. Throws InvalidArgument naming one that they cannot step.
 std::unique_ptr<Updater> make_matrix_updater(std::vector<OptimizedParameter> parameters, StreamRef stream);
+
+/// Muown and Muon, of parameters whose output neurons are split over ranks. Throws likewise.
+std::unique_ptr<Updater> make_sharded_updater(std::vector<OptimizedParameter> parameters, StreamRef stream);
 
 }  // namespace rowan::detail

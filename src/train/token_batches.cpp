@@ -21,4 +21,16 @@ std::vector<HostBatch> batches_of(std::span<const TokenRow> rows, std::int64_t m
   return batches;
 }
 
+HostBatch sequences_of_rank(const HostBatch& batch, int rank, int ranks) {
+  const auto sequences = static_cast<std::int64_t>(batch.starts.size()) - 1;
+  HostBatch own;
+  for (std::int64_t s = sequences * rank / ranks; s < sequences * (rank + 1) / ranks; ++s) {
+    const auto begin = batch.starts[static_cast<std::size_t>(s)], end = batch.starts[static_cast<std::size_t>(s) + 1];
+    std::vector<std::int64_t> labels;
+    if (!batch.labels.empty()) labels.assign(batch.labels.begin() + begin, batch.labels.begin() + end);
+    own.append({batch.ids.begin() + begin, batch.ids.begin() + end}, labels);
+  }
+  return own;
+}
+
 }  // namespace rowan

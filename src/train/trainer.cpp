@@ -2,6 +2,7 @@
 
 #include <chrono>
 #include <limits>
+#include <utility>
 
 #include "core/check.h"
 
@@ -15,6 +16,34 @@ double total(const Tensor& sums, StreamRef stream) {
   return sum;
 }
 
+/// Each number's sum over all ranks.
+template <class T>
+std::vector<T> sum_over_ranks(std::vector<T> own, Communicator& communicator, StreamRef stream) {
+  if (communicator.size() == 1) return own;
+  Tensor sums = Tensor::from_host(Shape{static_cast<std::int64_t>(own.size())}, own, stream);
+  communicator.all_reduce(sums, ReduceOp::kSum, stream);
+  communicator.synchronize(stream);
+  return sums.to_vector<T>(stream);
+}
+
+/// The sum of losses over batches, and the tokens that count in them.
+std::pair<double, std::int64_t> loss_sum(LlamaModel& model, std::span<const HostBatch> batches, std::size_t first,
+                                         std::size_t step, StreamRef stream) {
+  const Tensor sums = Tensor::zeros({static_cast<std::int64_t>(batches.size())}, DType::kFloat64, stream);
+  std::int64_t counted = 0;
+  for (std::size_t i = first; i < batches.size(); i += step) {
+    const auto index = static_cast<std::int64_t>(i);
+    Tensor sum = sums.slice(0, index, index + 1);
+    model.evaluate(batches[i].to(model.config().vocab_size, stream), sum, stream);
+    counted += batches[i].counted_tokens();
+  }
+  return {total(sums, stream), counted};
+}
+
+double mean(double sum, std::int64_t counted) {
+  return counted == 0 ? std::numeric_limits<double>::quiet_NaN() : sum / static_cast<double>(counted);
+}
+
 }  // namespace
 
 Trainer::Trainer(LlamaModel& model, Optimizer& optimizer, Communicator& communicator, const TrainerOptions& options,
@@ -26,7 +55,10 @@ Trainer::Trainer(LlamaModel& model, Optimizer& optimizer, Communicator& communic
       stream_(stream),
       parameters_(model.trainable_parameters()) {
   check_schedule(options.schedule);
-  detail::require(communicator.size() == 1, "Trainer: expected one rank, got {}", communicator.size());
+  detail::require(
+      communicator.size() == 1 || optimizer.sums_gradients(),
+      "Trainer: expected an optimizer for {} ranks (make_data_parallel_optimizer), got one for a single rank",
+      communicator.size());
   detail::require(!parameters_.empty(), "Trainer: expected a model with trainable parameters, got none");
 }
 
@@ -41,6 +73,10 @@ TrainStep Trainer::step(std::span<const HostBatch> micro_batches) {
     result.counted_tokens += batch.counted_tokens();
     batches.push_back(batch.to(model_.config().vocab_size, stream_));
   }
+  const std::vector<std::int64_t> counts =
+      sum_over_ranks<std::int64_t>({result.tokens, result.counted_tokens}, communicator_, stream_);
+  result.tokens = counts[0];
+  result.counted_tokens = counts[1];
   ++step_;
   if (result.counted_tokens == 0) {
     optimizer_.skip_step(stream_);
@@ -50,33 +86,34 @@ TrainStep Trainer::step(std::span<const HostBatch> micro_batches) {
 
   const double scale = 1.0 / static_cast<double>(result.counted_tokens);
   const Tensor sums = Tensor::empty({static_cast<std::int64_t>(batches.size())}, DType::kFloat64, stream_);
+  const auto ranks = static_cast<std::uint64_t>(communicator_.size()),
+             rank = static_cast<std::uint64_t>(communicator_.rank());
   model_.zero_grad(stream_);
   for (std::size_t i = 0; i < batches.size(); ++i) {
     const auto index = static_cast<std::int64_t>(i);
     Tensor sum = sums.slice(0, index, index + 1);
-    model_.forward_backward(batches[i], scale, sum, stream_, micro_step_++);
+    model_.forward_backward(batches[i], scale, sum, stream_, micro_step_++ * ranks + rank);
   }
   optimizer_.step(parameters_, {.learning_rate = result.learning_rate}, stream_, communicator_);
+  communicator_.synchronize(stream_);  // what is read from here on waits for collectives, which may never end
   const StepReport report = optimizer_.report(stream_);
   result.gradient_norm = report.gradient_norm;
   result.skipped = report.skipped;
-  result.loss = total(sums, stream_) * scale;
+  result.loss = sum_over_ranks<double>({total(sums, stream_)}, communicator_, stream_)[0] * scale;
   result.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
   return result;
 }
 
-double Trainer::evaluate(std::span<const HostBatch> batches) { return rowan::evaluate(model_, batches, stream_); }
+double Trainer::evaluate(std::span<const HostBatch> batches) {
+  const auto [sum, counted] = loss_sum(model_, batches, static_cast<std::size_t>(communicator_.rank()),
+                                       static_cast<std::size_t>(communicator_.size()), stream_);
+  return mean(sum_over_ranks<double>({sum}, communicator_, stream_)[0],
+              sum_over_ranks<std::int64_t>({counted}, communicator_, stream_)[0]);
+}
 
 double evaluate(LlamaModel& model, std::span<const HostBatch> batches, StreamRef stream) {
-  const Tensor sums = Tensor::zeros({static_cast<std::int64_t>(batches.size())}, DType::kFloat64, stream);
-  std::int64_t counted = 0;
-  for (std::size_t i = 0; i < batches.size(); ++i) {
-    const auto index = static_cast<std::int64_t>(i);
-    Tensor sum = sums.slice(0, index, index + 1);
-    model.evaluate(batches[i].to(model.config().vocab_size, stream), sum, stream);
-    counted += batches[i].counted_tokens();
-  }
-  return counted == 0 ? std::numeric_limits<double>::quiet_NaN() : total(sums, stream) / static_cast<double>(counted);
+  const auto [sum, counted] = loss_sum(model, batches, 0, 1, stream);
+  return mean(sum, counted);
 }
 
 }  // namespace rowan

@@ -179,10 +179,11 @@ std::filesystem::path TrainingRun::save() {
   const std::filesystem::path& root = options_.checkpoint_directory;
   require(!root.empty(), "TrainingRun: expected a checkpoint_directory, got none");
   const CheckpointInfo info = checkpoint_info();
+  const std::vector<NamedTensor> state = optimizer_.state();  // of all ranks, which make it together
   write_on_first_rank([&] {
-    save_checkpoint(root, info, [this](const std::filesystem::path& directory) {
+    save_checkpoint(root, info, [&](const std::filesystem::path& directory) {
       save_model(directory);
-      write_safetensors(directory / kOptimizerFile, optimizer_.state(), {}, stream_);
+      write_safetensors(directory / kOptimizerFile, state, {}, stream_);
     });
     if (options_.save_total_limit > 0) prune_checkpoints(root, options_.save_total_limit);
   });

@@ -933,21 +933,6 @@ TEST_CASE("over ranks the norm sums the rows that each holds and counts whole pa
   CHECK(std::abs(optimizer->report(kCpu).gradient_norm - std::sqrt(expected)) <= 1e-12 * std::sqrt(expected));
 }
 
-TEST_CASE("Muown of a weight that is split over ranks is refused by name until it is supported") {
-  std::vector<Parameter> model = small_model(DType::kFloat32, kCpu);
-  model[1].shard = {72, 0};
-  const auto optimizer = make_optimizer(options_for(Algorithm::kMuown), model, kCpu);
-  draw_gradients(model, 1, kCpu);
-  const Snapshot before = snapshot(*optimizer, model, kCpu);
-  ThreeEqualRanks ranks;
-  check_refused(
-      [&] {
-        optimizer->step(model, {0.01, 1.0}, kCpu, ranks);
-      },
-      "\"q_proj.weight\"", ErrorKind::kUnsupported);
-  check_same(snapshot(*optimizer, model, kCpu), before);
-}
-
 // ---- CUDA ----
 
 TEST_CASE("on CUDA the optimizer steps every parameter as Muown's and AdamW's operations do one at a time",

@@ -1,6 +1,7 @@
 // How the ranks of a run exchange tensors.
 #pragma once
 
+#include <chrono>
 #include <span>
 #include <vector>
 
@@ -13,10 +14,19 @@ enum class ReduceOp { kSum, kMax };
 /// "sum", "max".
 const char* to_string(ReduceOp op) noexcept;
 
+/// Of every communicator with more than one rank.
+struct CommunicatorOptions {
+  std::chrono::milliseconds timeout{60000};  ///< of every wait for other ranks, meeting them at the start included
+  /// Ranks tell each other what they are about to do before each operation, and all of them throw where one differs in
+  /// operation, element count or dtype. Communicators on the host always do; NCCL's costs a round trip each time.
+  bool check_operations = false;
+};
+
 /// A group of `size` ranks that call the same operations in the same order, with tensors of equal shapes and dtypes
 /// where an operation does not say otherwise. All functions throw on every rank that can see the reason; a failed peer,
 /// or one that misses the deadline of the implementation, is a Comm error (Nccl where NCCL reports it) that names the
-/// rank, and the communicator is of no use after it.
+/// rank; the communicator is of no use after it, on any rank. So is the group of a rank whose communicator is destroyed
+/// while others still wait for it. Not thread-safe.
 ///
 /// Operations are ordered in the stream and may return before they are done. They are the same function of the ranks'
 /// inputs on every rank: all ranks hold the same bits after an all_reduce, an all_gather or a broadcast. Tensors are

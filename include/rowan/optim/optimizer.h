@@ -53,9 +53,14 @@ class Optimizer {
   /// Steps with what stage() sent, and writes each changed master, rounded, to its parameter's value. The host never
   /// waits, and from the second call with gradients at the same addresses it allocates nothing but what operations need
   /// while they run: a recorded apply() can be replayed after another stage(). Gradients are of master's dtype and
-  /// value's shape, and preserved. Over several ranks, gradients of parameters that every rank holds whole are already
-  /// equal on all ranks; Muown and Muon do not take split parameters yet (Unsupported). Throws InvalidArgument when a
-  /// gradient does not fit, before anything is written.
+  /// value's shape, and preserved.
+  ///
+  /// Over several ranks all of them make the same calls. Gradients of parameters that every rank holds whole are
+  /// already equal on all ranks. A parameter whose shard says so is split: the ranks hold its output neurons one after
+  /// the other, any number each, with gradients on all ranks or on none; the step is that of the whole parameter, to
+  /// the bit where one rank orthogonalises it, else to float32 rounding (rowan/optim/shard_cost.h says when). Throws
+  /// InvalidArgument when a gradient does not fit, before anything is written, and where the ranks' parts do not make a
+  /// whole.
   virtual void apply(std::span<const Parameter> parameters, StreamRef stream, Communicator& communicator) = 0;
 
   /// Counts a step that the caller does not take (no counted token in its batch) as skipped.
@@ -74,6 +79,9 @@ class Optimizer {
   virtual void load_state(std::span<const NamedTensor> state, StreamRef stream) = 0;
 
   virtual const OptimizerOptions& options() const noexcept = 0;
+
+  /// Whether a step sums the ranks' gradients itself (rowan/optim/data_parallel.h).
+  virtual bool sums_gradients() const noexcept { return false; }
 
  protected:
   Optimizer() = default;

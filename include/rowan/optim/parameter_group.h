@@ -10,6 +10,7 @@
 #include "rowan/nn/parameter.h"
 #include "rowan/ops/muown.h"
 #include "rowan/ops/newton_schulz.h"
+#include "rowan/optim/shard_cost.h"
 
 namespace rowan {
 
@@ -48,6 +49,9 @@ struct ParameterGroup {
   ColdRows cold_rows = ColdRows::kWarm;  ///< Muown
   std::vector<std::int64_t> row_blocks;  ///< output neurons of each block that is orthogonalised alone; empty: one
   NewtonSchulzOptions newton_schulz;
+  /// Of matrices that are split over ranks, where Newton-Schulz's path leaves a choice (skinny, gram_fp32; others have
+  /// owners); empty: the cheaper one.
+  std::optional<ShardScheme> shard_scheme;
   std::optional<DType> update_dtype;  ///< of U and O; empty: bfloat16, with svd and gram_fp32 the dtype of the master
 };
 

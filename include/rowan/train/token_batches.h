@@ -18,4 +18,7 @@ void append_row(HostBatch& batch, const TokenRow& row);
 /// cut nor joined.
 std::vector<HostBatch> batches_of(std::span<const TokenRow> rows, std::int64_t max_tokens);
 
+/// The sequences of a batch that rank `rank` of `ranks` trains on: about equally many, and each on one rank.
+HostBatch sequences_of_rank(const HostBatch& batch, int rank, int ranks);
+
 }  // namespace rowan

@@ -37,6 +37,10 @@ struct TrainerState {
 
 /// Trains a model with an optimizer: gradients of all micro-batches of a step are summed, normalised by the step's
 /// counted tokens, and the optimizer steps once. Model, optimizer and communicator outlive it.
+///
+/// With several ranks (data parallel) each has the model with equal values, an optimizer of
+/// make_data_parallel_optimizer and micro-batches of its own, any number of them; tokens, losses and gradients are
+/// those of all ranks together, and all ranks make the same calls and get the same results.
 class Trainer {
  public:
   Trainer(LlamaModel& model, Optimizer& optimizer, Communicator& communicator, const TrainerOptions& options,
@@ -47,7 +51,8 @@ class Trainer {
   TrainStep step(std::span<const HostBatch> micro_batches);
   TrainStep step(const HostBatch& batch) { return step(std::span(&batch, 1)); }
 
-  /// Mean nats a counted token over all batches; NaN where none counts.
+  /// Mean nats a counted token over all batches, the same ones on every rank: they share the work. NaN where none
+  /// counts.
   double evaluate(std::span<const HostBatch> batches);
 
   std::int64_t steps() const noexcept { return step_; }

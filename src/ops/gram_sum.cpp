@@ -1,0 +1,137 @@
+#include "ops/gram_sum.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "core/check.h"
+#include "ops/gram_sum_backend.h"
+#include "ops/matrix_view.h"
+#include "rowan/ops/gemm.h"
+
+namespace rowan::detail {
+
+namespace {
+
+constexpr const char* kOp = "newton_schulz";
+/// From this side on products may run in TF32, as in the path gram_fp32.
+constexpr std::int64_t kTf32Side = 257;
+
+NewtonSchulzMatrix as_matrix(const Tensor& t) {
+  const MatrixView v = matrix_view(kOp, "a matrix", t);
+  return {t.raw(), t.dtype(), v.batches, v.rows, v.cols, v.batch_stride, v.row_stride};
+}
+
+/// to = factors[b] from, for each matrix b.
+void scale_into(const Tensor& from, const Tensor& factors, Tensor& to, StreamRef stream) {
+  if (from.elements() == 0) return;
+  if (stream.device().is_cuda()) {
+    cuda::newton_schulz_load(as_matrix(from), factors.data<double>(), 1, as_matrix(to), stream);
+  } else {
+    cpu::newton_schulz_load(as_matrix(from), factors.data<double>(), 1, as_matrix(to));
+  }
+}
+
+/// out = alpha a b + beta c.
+void product(double alpha, const Tensor& a, const Tensor& b, double beta, const Tensor& c, Tensor& out,
+             StreamRef stream) {
+  out.copy_from(c, stream);
+  gemm(a, b, out, stream, {.alpha = alpha, .beta = beta, .allow_tf32 = a.size(-1) >= kTf32Side});
+}
+
+void add_identity(const Tensor& z, double factor, Tensor& q, StreamRef stream) {
+  if (stream.device().is_cuda()) {
+    cuda::newton_schulz_add_identity(as_matrix(z), 1, factor, as_matrix(q), stream);
+  } else {
+    cpu::newton_schulz_add_identity(as_matrix(z), 1, factor, as_matrix(q));
+  }
+}
+
+/// h(R): R is used up.
+Tensor polynomial(Tensor& r, const NewtonSchulzOptions& options, StreamRef stream) {
+  const auto make = [&] { return Tensor::empty(r.shape(), DType::kFloat32, stream); };
+  Tensor z = make(), t = make(), q = make(), next = make();
+  const auto& coefficients = options.schedule.coefficients;
+  for (int i = 0; i < options.steps; ++i) {
+    const auto& [a, b, c] = coefficients[std::min(static_cast<std::size_t>(i), coefficients.size() - 1)];
+    product(c, r, r, b, r, z, stream);  // Z = b R + c R^2
+    if (i == 0) {
+      add_identity(z, a, q, stream);
+    } else {
+      product(1, q, z, a, q, next, stream);  // Q <- a Q + Q Z
+      std::swap(q, next);
+    }
+    if (i + 1 == options.steps) break;
+    product(1, z, r, a, r, t, stream);  // T = a R + Z R
+    product(1, t, z, a, t, r, stream);  // R <- a T + T Z
+  }
+  return q;
+}
+
+}  // namespace
+
+void gram_largest(const Tensor& t, Tensor& largest, StreamRef stream) {
+  if (t.elements() == 0) return largest.zero(stream);
+  if (stream.device().is_cuda()) {
+    cuda::gram_largest(as_matrix(t), largest.data<float>(), stream);
+  } else {
+    cpu::gram_largest(as_matrix(t), largest.data<float>());
+  }
+}
+
+void gram_partial(const Tensor& u, MatrixLayout layout, const Tensor& largest, Tensor& x, Tensor& gram,
+                  StreamRef stream) {
+  const Tensor powers = Tensor::empty({u.size(0)}, DType::kFloat64, stream);
+  if (stream.device().is_cuda()) {
+    cuda::gram_powers(largest.data<float>(), u.size(0), powers.data<double>(), stream);
+  } else {
+    cpu::gram_powers(largest.data<float>(), u.size(0), powers.data<double>());
+  }
+  scale_into(u, powers, x, stream);
+  const Tensor transposed = x.transpose(1, 2);
+  const bool out_in = layout == MatrixLayout::kOutIn;
+  // Products of bfloat16 values are exact in TF32.
+  const bool tf32 = u.dtype() == DType::kBFloat16 && gram.size(-1) >= kTf32Side;
+  gemm(out_in ? transposed : x, out_in ? x : transposed, gram, stream, {.allow_tf32 = tf32});
+}
+
+void gram_polynomial(Tensor& gram, const Tensor& largest, const NewtonSchulzOptions& options, StreamRef stream) {
+  require(options.steps >= 1 && !options.schedule.coefficients.empty(),
+          "{}: expected a step and its coefficients or more, got {} and {}", kOp, options.steps,
+          options.schedule.coefficients.size());
+  if (gram.elements() == 0) return;
+  const Tensor inverse = Tensor::empty({gram.size(0)}, DType::kFloat64, stream),
+               inverse_square = Tensor::empty({gram.size(0)}, DType::kFloat64, stream);
+  GramNormArguments norms;
+  norms.gram = gram.data<float>();
+  norms.largest = largest.data<float>();
+  norms.batches = gram.size(0);
+  norms.side = gram.size(1);
+  norms.factor = options.schedule.norm_factor;
+  norms.epsilon = options.epsilon;
+  norms.inverse = inverse.data<double>();
+  norms.inverse_square = inverse_square.data<double>();
+  if (stream.device().is_cuda()) {
+    cuda::gram_norms(norms, stream);
+  } else {
+    cpu::gram_norms(norms);
+  }
+  Tensor r = Tensor::empty(gram.shape(), DType::kFloat32, stream);
+  scale_into(gram, inverse_square, r, stream);
+  const Tensor h = polynomial(r, options, stream);
+  scale_into(h, inverse, gram, stream);
+}
+
+void gram_apply(const Tensor& x, MatrixLayout layout, const Tensor& h, Tensor& out, StreamRef stream) {
+  if (out.elements() == 0) return;
+  const bool out_in = layout == MatrixLayout::kOutIn, wide = out.dtype() == DType::kFloat32;
+  Tensor sums = wide ? out : Tensor::empty(x.shape(), DType::kFloat32, stream);
+  gemm(out_in ? x : h, out_in ? h : x, sums, stream, {.allow_tf32 = !wide && h.size(-1) >= kTf32Side});
+  if (wide) return;
+  if (stream.device().is_cuda()) {
+    cuda::newton_schulz_store(as_matrix(sums), 1, as_matrix(out), stream);
+  } else {
+    cpu::newton_schulz_store(as_matrix(sums), 1, as_matrix(out));
+  }
+}
+
+}  // namespace rowan::detail
