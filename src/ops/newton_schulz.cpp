@@ -112,6 +112,11 @@ void standard(const GramFloatArguments& a, const Tensor& inverse, StreamRef stre
   });
 }
 
+/// Applying Q to X and taking the Gram matrix anew costs a whole and a symmetric product of p x p with p x q a step,
+/// carrying R and Q on three symmetric ones of p x p with p x p. Where X is nearly square every step restarts, which
+/// also rounds least.
+int steps_a_restart(const NewtonSchulzMatrix& u) { return 2 * u.long_side() <= 3 * u.short_side() ? 1 : 3; }
+
 /// CPU: every path but standard and svd in float32, without rounding operands to float16 as CUDA's gram does: faster
 /// there and nearer to the exact polynomial.
 void run(NewtonSchulzPath path, const GramFloatArguments& a, const Tensor& inverse, StreamRef stream) {
@@ -123,7 +128,7 @@ void run(NewtonSchulzPath path, const GramFloatArguments& a, const Tensor& inver
     const Tensor workspace = Tensor::empty({cuda::newton_schulz_skinny_workspace(a.u)}, DType::kFloat32, stream);
     cuda::newton_schulz_skinny(a, workspace.data<float>(), stream);
   } else if (path == NewtonSchulzPath::kGram) {
-    detail::newton_schulz_gram(a.u, a.out, inverse, a.steps, {}, stream);
+    detail::newton_schulz_gram(a.u, a.out, inverse, a.steps, {DType::kFloat16, steps_a_restart(a.u), true, 0}, stream);
   } else {
     detail::newton_schulz_gram(a.u, a.out, inverse, a.steps, {DType::kFloat32, 0, false, kTf32Side}, stream);
   }

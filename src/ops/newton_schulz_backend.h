@@ -77,11 +77,12 @@ ROWAN_HOST_DEVICE inline double inverse_norm(double square_sum, double factor, d
 
 namespace cpu {
 void inverse_norms(const InverseNormArguments& arguments);
-/// x = u inverse[b] scale, rounded once, in the upper left of x's matrices; zeros elsewhere.
+/// x = u inverse[b] scale, or its transpose where u is tall, rounded once, in the upper left of x's matrices; zeros
+/// elsewhere.
 void newton_schulz_load(const NewtonSchulzMatrix& u, const double* inverse, double scale, const NewtonSchulzMatrix& x);
 /// q = alpha z + beta I for square matrices.
 void newton_schulz_add_identity(const NewtonSchulzMatrix& z, double alpha, double beta, const NewtonSchulzMatrix& q);
-/// out = scale x, reading the upper left of x's matrices.
+/// out = scale x, or its transpose where out is tall, reading the upper left of x's matrices.
 void newton_schulz_store(const NewtonSchulzMatrix& x, double scale, const NewtonSchulzMatrix& out);
 void newton_schulz_gram_float(const GramFloatArguments& arguments);
 /// The polar factor of u in float64 by one-sided Jacobi rotations.

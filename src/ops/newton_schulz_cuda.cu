@@ -81,18 +81,6 @@ __device__ void for_each_element(const NewtonSchulzMatrix& m, std::int64_t row_p
   }
 }
 
-template <class T, class X>
-__global__ void __launch_bounds__(kThreads) load_kernel(const NewtonSchulzMatrix u, const double* inverse, double scale,
-                                                        const NewtonSchulzMatrix x, std::int64_t row_pieces) {
-  for_each_element(x, row_pieces, [&](std::int64_t batch, std::int64_t row, std::int64_t col) {
-    float value = 0;
-    // In double: the norm of tiny or huge matrices has no inverse in float32.
-    if (row < u.rows && col < u.cols)
-      value = static_cast<float>(to_float(row_of<const T>(u, batch, row)[col]) * (inverse[batch] * scale));
-    row_of<X>(x, batch, row)[col] = from_float<X>(value);
-  });
-}
-
 template <class T>
 __global__ void __launch_bounds__(kThreads) identity_kernel(const NewtonSchulzMatrix z, float alpha, float beta,
                                                             const NewtonSchulzMatrix q, std::int64_t row_pieces) {
@@ -102,12 +90,104 @@ __global__ void __launch_bounds__(kThreads) identity_kernel(const NewtonSchulzMa
   });
 }
 
-template <class X, class T>
+// ---- copies that scale and convert
+// -------------------------------------------------------------------------------------
+
+/// to = from scale inverse[b] in the part that both have; zeros in the rest of `to`.
+struct ScaledCopy {
+  NewtonSchulzMatrix from, to;
+  const double* inverse;  // null: 1
+  double scale;
+
+  /// In double: the norm of tiny or huge matrices has no inverse in float32.
+  __device__ double factor(std::int64_t batch) const { return inverse ? inverse[batch] * scale : scale; }
+};
+
+constexpr int kQuad = 4;
+
+template <class T>
+bool moves_in_quads(const NewtonSchulzMatrix& m) {
+  constexpr std::uintptr_t kAlign = kQuad * sizeof(T);
+  return reinterpret_cast<std::uintptr_t>(m.data) % kAlign == 0 && m.row_stride % kQuad == 0 &&
+         (m.batches == 1 || m.batch_stride % kQuad == 0);
+}
+
+template <class From, class To>
 __global__ void __launch_bounds__(kThreads)
-    store_kernel(const NewtonSchulzMatrix x, float scale, const NewtonSchulzMatrix out, std::int64_t row_pieces) {
-  for_each_element(out, row_pieces, [&](std::int64_t batch, std::int64_t row, std::int64_t col) {
-    row_of<T>(out, batch, row)[col] = from_float<T>(scale * to_float(row_of<const X>(x, batch, row)[col]));
-  });
+    copy_kernel(const ScaledCopy c, std::int64_t row_pieces, bool from_quads, bool to_quads) {
+  const std::int64_t line = blockIdx.x / row_pieces;
+  const std::int64_t batch = line / c.to.rows, row = line - batch * c.to.rows;
+  const std::int64_t col = (blockIdx.x - line * row_pieces) * kPiece + threadIdx.x * kQuad;
+  if (col >= c.to.cols) return;
+  Pack<From, kQuad> read{};
+  if (row < c.from.rows) {
+    const From* const from = row_of<const From>(c.from, batch, row) + col;
+    if (from_quads && col + kQuad <= c.from.cols) {
+      read = *reinterpret_cast<const Pack<From, kQuad>*>(from);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kQuad; ++i) {
+        if (col + i < c.from.cols) read.value[i] = from[i];
+      }
+    }
+  }
+  const double factor = c.factor(batch);
+  Pack<To, kQuad> write;
+#pragma unroll
+  for (int i = 0; i < kQuad; ++i) {
+    // Not multiplied where there is nothing: 0 times an infinite factor.
+    const bool inside = row < c.from.rows && col + i < c.from.cols;
+    write.value[i] = from_float<To>(inside ? static_cast<float>(to_float(read.value[i]) * factor) : 0.0f);
+  }
+  To* const to = row_of<To>(c.to, batch, row) + col;
+  if (to_quads && col + kQuad <= c.to.cols) {
+    *reinterpret_cast<Pack<To, kQuad>*>(to) = write;
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < kQuad; ++i) {
+    if (col + i < c.to.cols) to[i] = write.value[i];
+  }
+}
+
+constexpr int kSquare = 64;  // side of the tiles that are transposed
+
+/// The same with the transpose of `from`.
+template <class From, class To>
+__global__ void __launch_bounds__(kThreads)
+    transpose_kernel(const ScaledCopy c, std::int64_t row_tiles, std::int64_t col_tiles) {
+  __shared__ float tile[kSquare][kSquare + 1];
+  const std::int64_t batch = blockIdx.x / (row_tiles * col_tiles), rest = blockIdx.x - batch * row_tiles * col_tiles;
+  const std::int64_t row = rest / col_tiles * kSquare, col = rest % col_tiles * kSquare;
+  const int x = static_cast<int>(threadIdx.x) % kSquare, y = static_cast<int>(threadIdx.x) / kSquare;
+  const double factor = c.factor(batch);
+#pragma unroll
+  for (int i = y; i < kSquare; i += kThreads / kSquare) {
+    float value = 0;
+    if (col + i < c.from.rows && row + x < c.from.cols)
+      value = static_cast<float>(to_float(row_of<const From>(c.from, batch, col + i)[row + x]) * factor);
+    tile[i][x] = value;
+  }
+  __syncthreads();
+#pragma unroll
+  for (int i = y; i < kSquare; i += kThreads / kSquare) {
+    if (row + i < c.to.rows && col + x < c.to.cols)
+      row_of<To>(c.to, batch, row + i)[col + x] = from_float<To>(tile[x][i]);
+  }
+}
+
+template <class From, class To>
+void launch_copy(const ScaledCopy& c, bool transposed, StreamRef stream) {
+  if (transposed) {
+    const std::int64_t row_tiles = (c.to.rows + kSquare - 1) / kSquare, col_tiles = (c.to.cols + kSquare - 1) / kSquare;
+    transpose_kernel<From, To>
+        <<<static_cast<unsigned>(c.to.batches * row_tiles * col_tiles), kThreads, 0, to_cuda(stream)>>>(c, row_tiles,
+                                                                                                        col_tiles);
+  } else {
+    copy_kernel<From, To><<<row_grid(c.to), kThreads, 0, to_cuda(stream)>>>(
+        c, pieces(c.to.cols), moves_in_quads<From>(c.from), moves_in_quads<To>(c.to));
+  }
+  check_launch("newton_schulz");
 }
 
 // ---- skinny: the short side in shared memory
@@ -310,11 +390,9 @@ void newton_schulz_load(const NewtonSchulzMatrix& u, const double* inverse, doub
   const DeviceGuard guard(stream.device());
   with_io_type(u.dtype, [&](auto from) {
     with_type(x.dtype, [&](auto to) {
-      load_kernel<decltype(from), decltype(to)>
-          <<<row_grid(x), kThreads, 0, to_cuda(stream)>>>(u, inverse, scale, x, pieces(x.cols));
+      launch_copy<decltype(from), decltype(to)>({u, x, inverse, scale}, !u.is_wide(), stream);
     });
   });
-  check_launch("newton_schulz");
 }
 
 void newton_schulz_add_identity(const NewtonSchulzMatrix& z, double alpha, double beta, const NewtonSchulzMatrix& q,
@@ -331,11 +409,9 @@ void newton_schulz_store(const NewtonSchulzMatrix& x, double scale, const Newton
   const DeviceGuard guard(stream.device());
   with_type(x.dtype, [&](auto from) {
     with_io_type(out.dtype, [&](auto to) {
-      store_kernel<decltype(from), decltype(to)>
-          <<<row_grid(out), kThreads, 0, to_cuda(stream)>>>(x, static_cast<float>(scale), out, pieces(out.cols));
+      launch_copy<decltype(from), decltype(to)>({x, out, nullptr, scale}, !out.is_wide(), stream);
     });
   });
-  check_launch("newton_schulz");
 }
 
 std::int64_t newton_schulz_skinny_workspace(const NewtonSchulzMatrix& u) {
