@@ -2,6 +2,7 @@
 
 #include <cmath>
 #include <exception>
+#include <map>
 
 #include "core/check.h"
 #include "ops/alias.h"
@@ -35,6 +36,9 @@ void check_options(const char* op, const MuownOptions& o, std::int64_t neurons) 
   require(o.beta1 >= 0 && o.beta1 < 1 && o.beta2 >= 0 && o.beta2 < 1, "{}: expected betas in [0, 1), got {} and {}", op,
           o.beta1, o.beta2);
   require(std::isfinite(o.update_scale), "{}: expected a finite update_scale, got {}", op, o.update_scale);
+  require(o.direction != MuownDirection::kAngular || o.cold_rows == ColdRows::kWarm,
+          "{}: expected warm cold_rows with the angular direction, got floor", op);
+  require(o.angular_warmup >= 0, "{}: expected an angular_warmup of 0 or more, got {}", op, o.angular_warmup);
   require(std::isfinite(o.magnitude_lr), "{}: expected a finite magnitude_lr, got {}", op, o.magnitude_lr);
   require(o.row_blocks.size() <= kMaxRowBlocks, "{}: expected at most {} row blocks, got {}", op, kMaxRowBlocks,
           o.row_blocks.size());
@@ -97,14 +101,20 @@ const double* check_control(const char* op, const Tensor& control, StreamRef str
   return static_cast<const double*>(check_rows(op, "control", control, {4}, DType::kFloat64, stream));
 }
 
+double angular_scale(std::int64_t rows, std::int64_t columns, double update_scale) {
+  return update_scale * std::sqrt(std::max(1.0, static_cast<double>(rows) / static_cast<double>(columns)));
+}
+
 MuownScales block_scales(const MuownOptions& options, const MuownShape& shape) {
   MuownScales scales;
   std::int64_t end = 0;
   const auto add = [&](std::int64_t rows, std::int64_t global_rows) {
     end += rows;
     scales.end[scales.count] = end;
-    scales.scale[scales.count++] =
-        muown_scale(global_rows == 0 ? rows : global_rows, shape.inputs, options.update_scale);
+    const std::int64_t all = global_rows == 0 ? rows : global_rows;
+    scales.scale[scales.count++] = options.direction == MuownDirection::kAngular
+                                       ? angular_scale(all, shape.inputs, options.update_scale)
+                                       : muown_scale(all, shape.inputs, options.update_scale);
   };
   if (options.row_blocks.empty()) add(shape.neurons, 0);
   for (const RowBlock& block : options.row_blocks) add(block.rows, block.global_rows);
@@ -116,60 +126,10 @@ Tensor workspace(const MuownShape& shape, StreamRef stream) {
   return Tensor::empty({(bytes + 7) / 8}, DType::kFloat64, stream);
 }
 
-}  // namespace
-
-MuownSupport muown_supported(const Tensor& weight, const MuownOptions& options) {
-  try {
-    check_weight("muown", weight, options);
-    return {true, ""};
-  } catch (const Error& error) {
-    return {false, error.what()};
-  }
-}
-
-double muown_scale(std::int64_t global_rows, std::int64_t columns, double update_scale) {
-  return update_scale * 0.2 * std::sqrt(static_cast<double>(std::max(global_rows, columns)));
-}
-
-MuownState muown_init(const Tensor& weight, const MuownOptions& options, StreamRef stream) {
-  MuownInitArguments a;
-  a.shape = check_weight(kInit, weight, options);
-  a.weight = check_matrix(kInit, "weight", weight, weight, stream);
-  a.epsilon = options.epsilon;
-  a.warm = options.cold_rows == ColdRows::kWarm;
-  const Shape rows = row_shape(weight, options);
-  MuownState state;
-  state.magnitude = Tensor::empty(rows, weight.dtype(), stream);
-  state.norm = Tensor::empty(rows, weight.dtype(), stream);
-  state.momentum = Tensor::zeros(weight.shape(), weight.dtype(), stream);
-  state.first_moment = Tensor::zeros(rows, weight.dtype(), stream);
-  state.second_moment = Tensor::zeros(rows, weight.dtype(), stream);
-  a.magnitude = state.magnitude.raw();
-  a.norm = state.norm.raw();
-  if (a.shape.rows() == 0) return state;
-  if (stream.device().is_cuda()) {
-    cuda::muown_init(a, workspace(a.shape, stream).raw(), stream);
-  } else {
-    cpu::muown_init(a);
-  }
-  weight.record_use(stream);
-  return state;
-}
-
-MuownUpdate muown_empty_update(const Tensor& weight, const MuownOptions& options, DType dtype, StreamRef stream) {
-  check_weight(kPrepare, weight, options);
-  check_update_dtype(kPrepare, dtype, weight.dtype());
-  const Shape rows = row_shape(weight, options);
-  MuownUpdate out;
-  out.update = Tensor::empty(weight.shape(), dtype, stream);
-  out.magnitude_grad = Tensor::empty(rows, weight.dtype(), stream);
-  out.row_square_sum = Tensor::empty(rows, DType::kFloat64, stream);
-  out.row_max = Tensor::empty(rows, weight.dtype(), stream);
-  return out;
-}
-
-void muown_prepare(const Tensor& weight, const Tensor& gradient, MuownState& state, const MuownOptions& options,
-                   const Tensor& control, MuownUpdate& out, StreamRef stream) {
+/// Everything muown_prepare refuses; what its kernels take.
+MuownPrepareArguments check_prepare(const Tensor& weight, const Tensor& gradient, const MuownState& state,
+                                    const MuownOptions& options, const Tensor& control, const MuownUpdate& out,
+                                    StreamRef stream) {
   MuownPrepareArguments a;
   a.shape = check_weight(kPrepare, weight, options);
   const DType dtype = weight.dtype();
@@ -200,26 +160,16 @@ void muown_prepare(const Tensor& weight, const Tensor& gradient, MuownState& sta
     if (!output->defined()) continue;
     for (const Tensor* input : inputs) detail::require_apart(kPrepare, "outputs", *output, "inputs", *input);
   }
-  if (a.shape.rows() == 0) return;
-
   a.mu = options.momentum;
   a.nesterov = options.nesterov;
   a.epsilon = options.epsilon;
-  if (stream.device().is_cuda()) {
-    cuda::muown_prepare(a, workspace(a.shape, stream).raw(), stream);
-  } else {
-    cpu::muown_prepare(a);
-  }
-  for (const Tensor* input : inputs) input->record_use(stream);
-  for (const Tensor* output : outputs) {
-    if (output->defined()) output->record_use(stream);
-  }
-  if (control.defined()) control.record_use(stream);
+  return a;
 }
 
-void muown_finish(Tensor& weight, const Tensor& gradient, MuownState& state, const Tensor& update,
-                  const Tensor& magnitude_grad, const MuownOptions& options, const MuownStep& step, Tensor* value,
-                  StreamRef stream) {
+/// Everything muown_finish refuses; what its kernels take.
+MuownFinishArguments check_finish(const Tensor& weight, const Tensor& gradient, const MuownState& state,
+                                  const Tensor& update, const Tensor& magnitude_grad, const MuownOptions& options,
+                                  const MuownStep& step, const Tensor* value, StreamRef stream) {
   MuownFinishArguments a;
   a.shape = check_weight(kFinish, weight, options);
   const DType dtype = weight.dtype();
@@ -255,24 +205,209 @@ void muown_finish(Tensor& weight, const Tensor& gradient, MuownState& state, con
       if (input->defined()) detail::require_apart(kFinish, "outputs", *output, "inputs", *input);
     }
   }
-  if (a.shape.rows() == 0) return;
-
   a.beta1 = options.beta1;
   a.beta2 = options.beta2;
   a.epsilon = options.epsilon;
   a.magnitude_lr = options.magnitude_lr;
+  a.angular = options.direction == MuownDirection::kAngular;
+  a.angular_warmup = options.angular_warmup;
   a.scales = block_scales(options, a.shape);
+  return a;
+}
+
+void record_use(std::initializer_list<const Tensor*> tensors, StreamRef stream) {
+  for (const Tensor* t : tensors) {
+    if (t && t->defined()) t->record_use(stream);
+  }
+}
+void record_prepare(const Tensor& weight, const Tensor& gradient, const MuownState& state, const Tensor& control,
+                    const MuownUpdate& out, StreamRef stream) {
+  record_use({&weight, &gradient, &state.magnitude, &state.norm, &state.momentum, &out.update, &out.magnitude_grad,
+              &out.row_square_sum, &out.row_max, &out.direction, &control},
+             stream);
+}
+void record_finish(const Tensor& weight, const Tensor& gradient, const MuownState& state, const Tensor& update,
+                   const Tensor& magnitude_grad, const MuownStep& step, const Tensor* value, StreamRef stream) {
+  record_use({&weight, &gradient, &state.magnitude, &state.norm, &state.first_moment, &state.second_moment, &update,
+              &magnitude_grad, &step.rates, &step.step, &step.control, value},
+             stream);
+}
+
+void run_prepare(const MuownPrepareArguments& a, StreamRef stream) {
+  if (a.shape.rows() == 0) return;
+  if (stream.device().is_cuda()) {
+    cuda::muown_prepare(a, workspace(a.shape, stream).raw(), stream);
+  } else {
+    cpu::muown_prepare(a);
+  }
+}
+void run_finish(const MuownFinishArguments& a, StreamRef stream) {
+  if (a.shape.rows() == 0) return;
   if (stream.device().is_cuda()) {
     cuda::muown_finish(a, workspace(a.shape, stream).raw(), stream);
   } else {
     cpu::muown_finish(a);
   }
-  for (const Tensor* input : inputs) {
-    if (input->defined()) input->record_use(stream);
+}
+
+/// Matrices of one launch, with their table on the device.
+template <class Arguments>
+class SharedLaunch {
+ public:
+  void add(Arguments a) {
+    a.first_block = static_cast<std::int64_t>(matrix_of_block_.size());
+    matrix_of_block_.insert(matrix_of_block_.end(), static_cast<std::size_t>(cuda::muown_row_blocks(a.shape)),
+                            static_cast<std::int32_t>(matrices_.size()));
+    matrices_.push_back(a);
   }
-  for (const Tensor* output : outputs) {
-    if (output) output->record_use(stream);
+  void to_device(StreamRef stream) {
+    constexpr std::size_t kWord = sizeof(std::int64_t);
+    static_assert(sizeof(Arguments) % kWord == 0);
+    const auto bytes = matrices_.size() * sizeof(Arguments);
+    device_matrices_ = Tensor::from_host_bytes({static_cast<std::int64_t>(bytes / kWord)}, DType::kInt64,
+                                               matrices_.data(), bytes, stream);
+    device_matrix_of_block_ =
+        Tensor::from_host({static_cast<std::int64_t>(matrix_of_block_.size())}, matrix_of_block_, stream);
   }
+  MuownTable<Arguments> table() const {
+    return {static_cast<const Arguments*>(device_matrices_.raw()), device_matrix_of_block_.data<std::int32_t>(),
+            static_cast<std::int64_t>(matrix_of_block_.size())};
+  }
+  void record_use(StreamRef stream) const {
+    device_matrices_.record_use(stream);
+    device_matrix_of_block_.record_use(stream);
+  }
+
+ private:
+  std::vector<Arguments> matrices_;
+  std::vector<std::int32_t> matrix_of_block_;
+  Tensor device_matrices_, device_matrix_of_block_;
+};
+
+}  // namespace
+
+MuownSupport muown_supported(const Tensor& weight, const MuownOptions& options) {
+  try {
+    check_weight("muown", weight, options);
+    return {true, ""};
+  } catch (const Error& error) {
+    return {false, error.what()};
+  }
+}
+
+double muown_scale(std::int64_t global_rows, std::int64_t columns, double update_scale) {
+  return update_scale * 0.2 * std::sqrt(static_cast<double>(std::max(global_rows, columns)));
+}
+
+MuownState muown_init(const Tensor& weight, const MuownOptions& options, StreamRef stream) {
+  MuownInitArguments a;
+  a.shape = check_weight(kInit, weight, options);
+  a.weight = check_matrix(kInit, "weight", weight, weight, stream);
+  a.epsilon = options.epsilon;
+  a.warm = options.cold_rows == ColdRows::kWarm;
+  a.angular = options.direction == MuownDirection::kAngular;
+  const Shape rows = row_shape(weight, options);
+  MuownState state;
+  state.magnitude = Tensor::empty(rows, weight.dtype(), stream);
+  state.norm = Tensor::empty(rows, weight.dtype(), stream);
+  state.momentum = Tensor::zeros(weight.shape(), weight.dtype(), stream);
+  state.first_moment = Tensor::zeros(rows, weight.dtype(), stream);
+  state.second_moment = Tensor::zeros(rows, weight.dtype(), stream);
+  a.magnitude = state.magnitude.raw();
+  a.norm = state.norm.raw();
+  if (a.shape.rows() == 0) return state;
+  if (stream.device().is_cuda()) {
+    cuda::muown_init(a, workspace(a.shape, stream).raw(), stream);
+  } else {
+    cpu::muown_init(a);
+  }
+  weight.record_use(stream);
+  return state;
+}
+
+MuownUpdate muown_empty_update(const Tensor& weight, const MuownOptions& options, DType dtype, StreamRef stream) {
+  check_weight(kPrepare, weight, options);
+  check_update_dtype(kPrepare, dtype, weight.dtype());
+  const Shape rows = row_shape(weight, options);
+  MuownUpdate out;
+  out.update = Tensor::empty(weight.shape(), dtype, stream);
+  out.magnitude_grad = Tensor::empty(rows, weight.dtype(), stream);
+  out.row_square_sum = Tensor::empty(rows, DType::kFloat64, stream);
+  out.row_max = Tensor::empty(rows, weight.dtype(), stream);
+  return out;
+}
+
+void muown_prepare(const Tensor& weight, const Tensor& gradient, MuownState& state, const MuownOptions& options,
+                   const Tensor& control, MuownUpdate& out, StreamRef stream) {
+  const MuownPrepareArguments a = check_prepare(weight, gradient, state, options, control, out, stream);
+  if (a.shape.rows() == 0) return;
+  run_prepare(a, stream);
+  record_prepare(weight, gradient, state, control, out, stream);
+}
+
+void muown_finish(Tensor& weight, const Tensor& gradient, MuownState& state, const Tensor& update,
+                  const Tensor& magnitude_grad, const MuownOptions& options, const MuownStep& step, Tensor* value,
+                  StreamRef stream) {
+  const MuownFinishArguments a =
+      check_finish(weight, gradient, state, update, magnitude_grad, options, step, value, stream);
+  if (a.shape.rows() == 0) return;
+  run_finish(a, stream);
+  record_finish(weight, gradient, state, update, magnitude_grad, step, value, stream);
+}
+
+struct MuownBatch::Table {
+  std::vector<MuownItem> items;
+  // One by one: all of them on the CPU, on CUDA those in kInOut layout.
+  std::vector<MuownPrepareArguments> prepares;
+  std::vector<MuownFinishArguments> finishes;
+  // On CUDA the others.
+  std::map<cuda::MuownRowKind, SharedLaunch<MuownPrepareArguments>> prepare_launches;
+  std::map<cuda::MuownRowKind, SharedLaunch<MuownFinishArguments>> finish_launches;
+};
+
+MuownBatch::MuownBatch(std::span<const MuownItem> items, StreamRef stream) {
+  auto table = std::make_shared<Table>();
+  table->items.assign(items.begin(), items.end());
+  for (const MuownItem& item : table->items) {
+    const MuownPrepareArguments prepare =
+        check_prepare(item.weight, item.gradient, item.state, item.options, item.step.control, item.update, stream);
+    const MuownFinishArguments finish =
+        check_finish(item.weight, item.gradient, item.state, item.orthogonal, item.update.magnitude_grad, item.options,
+                     item.step, item.value.defined() ? &item.value : nullptr, stream);
+    if (prepare.shape.rows() == 0) continue;
+    if (stream.device().is_cpu() || prepare.shape.transposed) {
+      table->prepares.push_back(prepare);
+      table->finishes.push_back(finish);
+    } else {
+      table->prepare_launches[cuda::muown_row_kind(prepare.shape)].add(prepare);
+      table->finish_launches[cuda::muown_row_kind(finish.shape)].add(finish);
+    }
+  }
+  for (auto& [kind, launch] : table->prepare_launches) launch.to_device(stream);
+  for (auto& [kind, launch] : table->finish_launches) launch.to_device(stream);
+  table_ = std::move(table);
+}
+
+void MuownBatch::prepare(StreamRef stream) const {
+  require(table_ != nullptr, "{}: expected a list of matrices, got a default-constructed one", kPrepare);
+  for (const auto& [kind, launch] : table_->prepare_launches) {
+    cuda::muown_prepare(kind, launch.table(), stream);
+    launch.record_use(stream);
+  }
+  for (const MuownPrepareArguments& a : table_->prepares) run_prepare(a, stream);
+  for (const MuownItem& i : table_->items)
+    record_prepare(i.weight, i.gradient, i.state, i.step.control, i.update, stream);
+}
+
+void MuownBatch::finish(StreamRef stream) const {
+  require(table_ != nullptr, "{}: expected a list of matrices, got a default-constructed one", kFinish);
+  for (const auto& [kind, launch] : table_->finish_launches) {
+    cuda::muown_finish(kind, launch.table(), stream);
+    launch.record_use(stream);
+  }
+  for (const MuownFinishArguments& a : table_->finishes) run_finish(a, stream);
+  for (const MuownItem& i : table_->items)
+    record_finish(i.weight, i.gradient, i.state, i.orthogonal, i.update.magnitude_grad, i.step, &i.value, stream);
 }
 
 }  // namespace rowan

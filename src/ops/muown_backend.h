@@ -1,6 +1,7 @@
 // Private backend of the Muown row operations: the same calls for both devices.
 #pragma once
 
+#include <compare>
 #include <cstddef>
 #include <cstdint>
 
@@ -31,6 +32,7 @@ struct MuownShape {
 
 /// Row tensors are contiguous, [batches * neurons].
 struct MuownPrepareArguments {
+  std::int64_t first_block = 0;  ///< of a launch over many matrices
   MuownShape shape;
   MuownOperand weight, gradient, momentum, update, direction;  ///< direction.data may be null
   const void* magnitude = nullptr;
@@ -53,6 +55,7 @@ struct MuownScales {
 };
 
 struct MuownFinishArguments {
+  std::int64_t first_block = 0;
   MuownShape shape;
   MuownOperand weight, gradient, update, value;  ///< gradient and value may be null
   DType value_dtype = DType::kBFloat16;
@@ -69,6 +72,8 @@ struct MuownFinishArguments {
   double epsilon = 0;
   double magnitude_lr = 1;
   bool warm = false;
+  bool angular = false;
+  std::int64_t angular_warmup = 0;
   MuownScales scales;
 };
 
@@ -79,6 +84,7 @@ struct MuownInitArguments {
   void* norm = nullptr;
   double epsilon = 0;
   bool warm = false;
+  bool angular = false;
 };
 
 namespace detail {
@@ -90,10 +96,21 @@ ROWAN_HOST_DEVICE inline double scale_of(const MuownScales& scales, std::int64_t
   return scales.scale[block];
 }
 
+/// The factor of O in a neuron's direction.
+ROWAN_HOST_DEVICE inline double direction_rate(const MuownFinishArguments& a, std::int64_t neuron) {
+  constexpr double kDecay = 0.001;
+  const double rate = a.rates[0] * scale_of(a.scales, neuron);
+  if (!a.angular || *a.step <= a.angular_warmup) return rate;
+  return rate / (1 + kDecay * static_cast<double>(*a.step - a.angular_warmup));
+}
+
+ROWAN_HOST_DEVICE inline double decay_of(const MuownFinishArguments& a) {
+  return a.angular ? 0.0 : a.rates[0] * a.rates[1];
+}
+
 ROWAN_HOST_DEVICE inline FinishConstants finish_constants(const MuownFinishArguments& a) {
   FinishConstants k;
-  k.lr = a.rates[0];
-  k.decay = a.rates[0] * a.rates[1];
+  k.decay = decay_of(a);
   k.magnitude_rate = a.rates[0] * a.magnitude_lr;
   k.beta1 = a.beta1;
   k.beta2 = a.beta2;
@@ -102,14 +119,16 @@ ROWAN_HOST_DEVICE inline FinishConstants finish_constants(const MuownFinishArgum
   k.epsilon = a.epsilon;
   k.factor = control_factor(a.control);
   k.warm = a.warm;
+  k.angular = a.angular;
   return k;
 }
 
 /// g and r of a new row of length `norm`.
 template <class T>
-ROWAN_HOST_DEVICE inline void init_row(double norm, double epsilon, bool warm, T& magnitude, T& direction_norm) {
-  direction_norm = static_cast<T>(at_least(norm, epsilon));
-  magnitude = warm && norm == 0 ? T(0) : direction_norm;
+ROWAN_HOST_DEVICE inline void init_row(double norm, const MuownInitArguments& a, T& magnitude, T& direction_norm) {
+  const T size = static_cast<T>(at_least(norm, a.epsilon));
+  magnitude = a.warm && norm == 0 ? T(0) : size;
+  direction_norm = a.angular ? T(1) : size;
 }
 
 }  // namespace detail
@@ -120,7 +139,26 @@ void muown_finish(const MuownFinishArguments& arguments);
 void muown_init(const MuownInitArguments& arguments);
 }  // namespace cpu
 
+/// Matrices of one launch: on the device, their arguments and, for each block, which of them it works on.
+template <class Arguments>
+struct MuownTable {
+  const Arguments* matrices = nullptr;
+  const std::int32_t* matrix_of_block = nullptr;
+  std::int64_t blocks = 0;
+};
+
 namespace cuda {
+/// Matrices in [.., out, in] of equal kind, update type included, can share a launch, of so many blocks for each.
+struct MuownRowKind {
+  int width_class = 0;
+  DType update_dtype = DType::kBFloat16;
+  friend auto operator<=>(const MuownRowKind&, const MuownRowKind&) = default;
+};
+MuownRowKind muown_row_kind(const MuownShape& shape);
+std::int64_t muown_row_blocks(const MuownShape& shape);
+void muown_prepare(const MuownRowKind& kind, const MuownTable<MuownPrepareArguments>& table, StreamRef stream);
+void muown_finish(const MuownRowKind& kind, const MuownTable<MuownFinishArguments>& table, StreamRef stream);
+
 /// Bytes of scratch memory on the device that the calls below need for such a matrix.
 std::size_t muown_workspace_bytes(const MuownShape& shape);
 void muown_prepare(const MuownPrepareArguments& arguments, void* workspace, StreamRef stream);

@@ -132,7 +132,7 @@ void finish_row(const MuownFinishArguments& a, const detail::FinishConstants& k,
                             at<T>(a.second_moment, row)};
   const double magnitude = detail::guarded_magnitude(state.magnitude, static_cast<T>(a.epsilon));
   const T back = static_cast<T>(static_cast<double>(state.norm) / magnitude);
-  const T rate = static_cast<T>(k.lr * detail::scale_of(a.scales, row % a.shape.neurons));
+  const T rate = static_cast<T>(detail::direction_rate(a, row % a.shape.neurons));
   const auto sums = finish_sums<T, U, kTransposed>(a, k, row, back, rate, detail::may_be_cold(k, state.magnitude));
   const detail::RowPlan<T> plan = detail::finish_row(k, sums, at<T>(a.magnitude_grad, row), state);
   at<T>(a.magnitude, row) = state.magnitude;
@@ -200,7 +200,7 @@ void muown_init(const MuownInitArguments& a) {
     const auto w = row_of<const T, decltype(transposed)::value>(a.weight, a.shape, row);
     const double square_sum =
         sum(a.shape.inputs, [&](std::int64_t j) { return static_cast<double>(w[j]) * static_cast<double>(w[j]); });
-    detail::init_row(std::sqrt(square_sum), a.epsilon, a.warm, at<T>(a.magnitude, row), at<T>(a.norm, row));
+    detail::init_row(std::sqrt(square_sum), a, at<T>(a.magnitude, row), at<T>(a.norm, row));
   });
 }
 

@@ -74,7 +74,7 @@ struct FinishFactors {
     magnitude = static_cast<const float*>(a.magnitude)[row];
     const double guarded = detail::guarded_magnitude(magnitude, static_cast<float>(a.epsilon));
     back = static_cast<float>(static_cast<const float*>(a.norm)[row] / guarded);
-    rate = static_cast<float>(a.rates[0] * detail::scale_of(a.scales, row % a.shape.neurons));
+    rate = static_cast<float>(detail::direction_rate(a, row % a.shape.neurons));
   }
   __device__ float direction(float w, float o) const { return w * back - rate * o; }
 };
@@ -102,18 +102,69 @@ __device__ float new_weight(const RowPlan<float>& plan, const FinishFactors& f, 
   return plan.decay == 0 ? step : step - plan.decay * w;
 }
 
-// ---- [.., out, in]: kThreads threads a row
-// -----------------------------------------------------------------------------
+// ---- [.., out, in]: kThreads threads a row, four adjacent elements at a time
+// -----------------------------------------------------------
 
 constexpr int kBlock = 256;
+constexpr int kQuad = 4;
 constexpr int rows_a_block(int threads) { return threads < kBlock ? kBlock / threads : 1; }
 constexpr int block_size(int threads) { return threads < kBlock ? kBlock : threads; }
-constexpr int least_blocks(int threads) { return threads <= kBlock ? 2 : 1; }  // a multiprocessor: bounds the registers
+/// Blocks a multiprocessor at least, which bounds the registers. A row that finish keeps needs many.
+constexpr int least_prepare_blocks(int threads) { return threads <= kBlock ? 3 : 2; }
+constexpr int least_finish_blocks(int threads, int quads) {
+  return least_prepare_blocks(threads) - (quads > 1 ? 1 : 0);
+}
 
-/// Several rows share a block only where each is one warp.
+template <class T>
+using Quad = Pack<T, kQuad>;
+
+/// This block's matrix, copied to shared memory; `block` becomes its place in the matrix. The matrix is `single` where
+/// the table is empty.
+template <class Arguments>
+__device__ void take_matrix(const Arguments& single, const MuownTable<Arguments>& table, Arguments& mine,
+                            std::int64_t& block) {
+  static_assert(sizeof(Arguments) % sizeof(std::int64_t) == 0);
+  const Arguments* const from = table.matrices ? table.matrices + table.matrix_of_block[blockIdx.x] : &single;
+  for (unsigned i = threadIdx.x; i < sizeof(Arguments) / sizeof(std::int64_t); i += blockDim.x)
+    reinterpret_cast<std::int64_t*>(&mine)[i] = reinterpret_cast<const std::int64_t*>(from)[i];
+  __syncthreads();
+  block = blockIdx.x - mine.first_block;
+}
+
+template <class T>
+__device__ bool quads_fit(const MuownOperand& operand) {
+  const auto quads = [](std::int64_t x) { return x % kQuad == 0; };
+  return reinterpret_cast<std::uintptr_t>(operand.data) % sizeof(Quad<T>) == 0 && quads(operand.batch_stride) &&
+         quads(operand.line_stride);
+}
+
+/// Elements [j, j + 4) of a row of n; zeros beyond its end. `quads`: n is a multiple of 4 and the address fits.
+template <class T>
+__device__ Quad<T> load_quad(const T* row, std::int64_t j, std::int64_t n, bool quads) {
+  if (quads) return *reinterpret_cast<const Quad<T>*>(row + j);
+  Quad<T> q{};
+#pragma unroll
+  for (int e = 0; e < kQuad; ++e) {
+    if (j + e < n) q.value[e] = row[j + e];
+  }
+  return q;
+}
+template <class T>
+__device__ void store_quad(T* row, std::int64_t j, std::int64_t n, bool quads, const Quad<T>& q) {
+  if (quads) {
+    *reinterpret_cast<Quad<T>*>(row + j) = q;
+    return;
+  }
+#pragma unroll
+  for (int e = 0; e < kQuad; ++e) {
+    if (j + e < n) row[j + e] = q.value[e];
+  }
+}
+
+/// Several rows share a block only where each has at most a warp.
 template <int kThreads>
 __device__ void sync_row() {
-  if constexpr (kThreads == kWarp) {
+  if constexpr (kThreads <= kWarp) {
     __syncwarp();
   } else {
     __syncthreads();
@@ -123,8 +174,9 @@ __device__ void sync_row() {
 /// Sums each of v over the row's threads in a fixed order; every thread gets the results.
 template <int kThreads, int kCount>
 __device__ void row_sum(double (&v)[kCount]) {
+  constexpr int kLanes = kThreads < kWarp ? kThreads : kWarp;
   for (int i = 0; i < kCount; ++i) {
-    for (int mask = kWarp / 2; mask > 0; mask /= 2) v[i] += __shfl_xor_sync(0xFFFFFFFFu, v[i], mask);
+    for (int mask = kLanes / 2; mask > 0; mask /= 2) v[i] += __shfl_xor_sync(0xFFFFFFFFu, v[i], mask);
   }
   if constexpr (kThreads > kWarp) {
     constexpr int kWarps = kThreads / kWarp;
@@ -143,7 +195,8 @@ __device__ void row_sum(double (&v)[kCount]) {
 
 template <int kThreads>
 __device__ float row_largest(float v) {
-  for (int mask = kWarp / 2; mask > 0; mask /= 2) v = larger(v, __shfl_xor_sync(0xFFFFFFFFu, v, mask));
+  constexpr int kLanes = kThreads < kWarp ? kThreads : kWarp;
+  for (int mask = kLanes / 2; mask > 0; mask /= 2) v = larger(v, __shfl_xor_sync(0xFFFFFFFFu, v, mask));
   if constexpr (kThreads > kWarp) {
     constexpr int kWarps = kThreads / kWarp;
     __shared__ float parts[kWarps];
@@ -156,18 +209,19 @@ __device__ float row_largest(float v) {
   return v;
 }
 
-/// Calls f(j, k) for this thread's elements j of a row of n; k counts them where kPerThread of them fit (0: any number,
-/// k = 0).
-template <int kThreads, int kPerThread, class F>
-__device__ void for_each_element(int lane, std::int64_t n, F&& f) {
-  if constexpr (kPerThread > 0) {
+/// Calls f(j, k) for the first elements j of this thread's quads of a row of n; k counts them where kQuads of them fit
+/// (0: any number, k = 0).
+template <int kThreads, int kQuads, class F>
+__device__ void for_each_quad(int lane, std::int64_t n, F&& f) {
+  if constexpr (kQuads > 0) {
 #pragma unroll
-    for (int k = 0; k < kPerThread; ++k) {
-      const int j = lane + k * kThreads;
+    for (int k = 0; k < kQuads; ++k) {
+      const int j = (lane + k * kThreads) * kQuad;
       if (j < n) f(static_cast<std::int64_t>(j), k);
     }
   } else {
-    for (std::int64_t j = lane; j < n; j += kThreads) f(j, 0);
+#pragma unroll 2
+    for (std::int64_t j = lane * kQuad; j < n; j += kThreads * kQuad) f(j, 0);
   }
 }
 
@@ -182,11 +236,11 @@ struct RowPosition {
   int lane;
   bool writes;  // the row's scalars
 
-  __device__ explicit RowPosition(const MuownShape& shape) {
+  __device__ RowPosition(const MuownShape& shape, std::int64_t block) {
     const std::int64_t rows = shape.batches * shape.neurons;
-    const std::int64_t mine = static_cast<std::int64_t>(blockIdx.x) * rows_a_block(kThreads) + threadIdx.x / kThreads;
+    const std::int64_t mine = block * rows_a_block(kThreads) + threadIdx.x / kThreads;
     row = min(mine, rows - 1);
-    batch = row / shape.neurons;
+    batch = shape.batches == 1 ? 0 : row / shape.neurons;
     neuron = row - batch * shape.neurons;
     inputs = mine < rows ? shape.inputs : 0;
     lane = static_cast<int>(threadIdx.x) % kThreads;
@@ -194,41 +248,57 @@ struct RowPosition {
   }
 };
 
-template <int kThreads, int kPerThread, class U>
-__global__ void __launch_bounds__(block_size(kThreads), least_blocks(kThreads))
-    prepare_rows(const MuownPrepareArguments a) {
+template <int kThreads, int kQuads, class U>
+__global__ void __launch_bounds__(block_size(kThreads), least_prepare_blocks(kThreads))
+    prepare_rows(const __grid_constant__ MuownPrepareArguments single, const MuownTable<MuownPrepareArguments> table) {
+  __shared__ MuownPrepareArguments a;
+  std::int64_t block;
+  take_matrix(single, table, a, block);
   if (detail::control_skips(a.control)) return;
-  const RowPosition<kThreads> p(a.shape);
+  const RowPosition<kThreads> p(a.shape, block);
   const float* const weight = line_of<const float>(a.weight, p.batch, p.neuron);
   const float* const gradient = line_of<const float>(a.gradient, p.batch, p.neuron);
-  constexpr bool kKept = kPerThread > 0;
-  float w[kKept ? kPerThread : 1], g[kKept ? kPerThread : 1];
+  float* const momentum = line_of<float>(a.momentum, p.batch, p.neuron);
+  U* const update = line_of<U>(a.update, p.batch, p.neuron);
+  float* const direction = a.direction.data ? line_of<float>(a.direction, p.batch, p.neuron) : nullptr;
+  const std::int64_t n = p.inputs;
+  const bool nesterov = a.nesterov;
+  const bool quads = a.shape.inputs % kQuad == 0 && quads_fit<float>(a.weight) && quads_fit<float>(a.gradient) &&
+                     quads_fit<float>(a.momentum) && quads_fit<U>(a.update) && quads_fit<float>(a.direction);
+  constexpr bool kKept = kQuads > 0;
+  Quad<float> w[kKept ? kQuads : 1], g[kKept ? kQuads : 1];
   double dot[1] = {0};
-  for_each_element<kThreads, kPerThread>(p.lane, p.inputs, [&](std::int64_t j, int k) {
-    w[k] = weight[j];
-    g[k] = gradient[j];
-    dot[0] += static_cast<double>(w[k]) * static_cast<double>(g[k]);
+  for_each_quad<kThreads, kQuads>(p.lane, n, [&](std::int64_t j, int k) {
+    w[k] = load_quad(weight, j, n, quads);
+    g[k] = load_quad(gradient, j, n, quads);
+#pragma unroll
+    for (int e = 0; e < kQuad; ++e) dot[0] += static_cast<double>(w[k].value[e]) * static_cast<double>(g[k].value[e]);
   });
   row_sum<kThreads>(dot);
 
   const PrepareFactors f(a, p.row);
   const float gg = magnitude_gradient(a, p.row, dot[0]);
-  float* const momentum = line_of<float>(a.momentum, p.batch, p.neuron);
-  U* const update = line_of<U>(a.update, p.batch, p.neuron);
-  float* const direction = a.direction.data ? line_of<float>(a.direction, p.batch, p.neuron) : nullptr;
   double square[1] = {0};
   float largest = 0;
-  for_each_element<kThreads, kPerThread>(p.lane, p.inputs, [&](std::int64_t j, int k) {
-    const float wj = kKept ? w[k] : weight[j], gj = kKept ? g[k] : gradient[j];
-    const float d = f.ratio * (gj * f.gradient - wj * f.inverse * gg);
-    const float m = f.mu * momentum[j] + d;
-    momentum[j] = m;
-    const U u = from_float<U>(a.nesterov ? d + f.mu * m : m);
-    update[j] = u;
-    if (direction) direction[j] = wj * f.back;
-    const float stored = to_float(u);
-    square[0] += static_cast<double>(stored) * static_cast<double>(stored);
-    largest = larger(largest, fabsf(stored));
+  for_each_quad<kThreads, kQuads>(p.lane, n, [&](std::int64_t j, int k) {
+    const Quad<float> wj = kKept ? w[k] : load_quad(weight, j, n, quads);
+    const Quad<float> gj = kKept ? g[k] : load_quad(gradient, j, n, quads);
+    Quad<float> m = load_quad(momentum, j, n, quads), back;
+    Quad<U> u;
+#pragma unroll
+    for (int e = 0; e < kQuad; ++e) {
+      const float d = f.ratio * (gj.value[e] * f.gradient - wj.value[e] * f.inverse * gg);
+      m.value[e] = f.mu * m.value[e] + d;
+      u.value[e] = from_float<U>(nesterov ? d + f.mu * m.value[e] : m.value[e]);
+      back.value[e] = wj.value[e] * f.back;
+      if (!quads && j + e >= n) continue;
+      const float stored = to_float(u.value[e]);
+      square[0] += static_cast<double>(stored) * static_cast<double>(stored);
+      largest = larger(largest, fabsf(stored));
+    }
+    store_quad(momentum, j, n, quads, m);
+    store_quad(update, j, n, quads, u);
+    if (direction) store_quad(direction, j, n, quads, back);
   });
   row_sum<kThreads>(square);
   largest = row_largest<kThreads>(largest);
@@ -239,40 +309,66 @@ __global__ void __launch_bounds__(block_size(kThreads), least_blocks(kThreads))
   }
 }
 
-template <int kThreads, int kPerThread, class U>
-__global__ void __launch_bounds__(block_size(kThreads), least_blocks(kThreads))
-    finish_rows(const MuownFinishArguments a) {
+template <class V>
+__device__ void store_value_quad(const MuownFinishArguments& a, std::int64_t line, std::int64_t j, std::int64_t n,
+                                 bool quads, const Quad<float>& x) {
+  Quad<V> q;
+#pragma unroll
+  for (int e = 0; e < kQuad; ++e) q.value[e] = from_float<V>(x.value[e]);
+  store_quad(static_cast<V*>(a.value.data) + line, j, n, quads, q);
+}
+
+template <int kThreads, int kQuads, class U>
+__global__ void __launch_bounds__(block_size(kThreads), least_finish_blocks(kThreads, kQuads))
+    finish_rows(const __grid_constant__ MuownFinishArguments single, const MuownTable<MuownFinishArguments> table) {
+  __shared__ MuownFinishArguments a;
+  std::int64_t block;
+  take_matrix(single, table, a, block);
   if (detail::control_skips(a.control)) return;
-  const RowPosition<kThreads> p(a.shape);
+  const RowPosition<kThreads> p(a.shape, block);
   float* const weight = line_of<float>(a.weight, p.batch, p.neuron);
   const U* const update = line_of<const U>(a.update, p.batch, p.neuron);
+  const std::int64_t n = p.inputs;
+  const bool quads = a.shape.inputs % kQuad == 0 && quads_fit<float>(a.weight) && quads_fit<U>(a.update);
   const FinishFactors f(a, p.row);
   const bool maybe_cold = a.warm && f.magnitude == 0;
-  const bool decays = a.rates[0] * a.rates[1] != 0;
-  constexpr bool kKept = kPerThread > 0;
-  float w[kKept ? kPerThread : 1], o[kKept ? kPerThread : 1];
+  const bool decays = detail::decay_of(a) != 0;
+  constexpr bool kKept = kQuads > 0;
+  Quad<float> w[kKept ? kQuads : 1];
+  Quad<U> o[kKept ? kQuads : 1];
 
   double base[2] = {0, 0};  // d d, moved
-  for_each_element<kThreads, kPerThread>(p.lane, p.inputs, [&](std::int64_t j, int k) {
-    w[k] = weight[j];
-    o[k] = to_float(update[j]);
-    const double d = f.direction(w[k], o[k]);
-    base[0] += d * d;
-    if (f.rate * o[k] != 0) base[1] = 1;
+  for_each_quad<kThreads, kQuads>(p.lane, n, [&](std::int64_t j, int k) {
+    w[k] = load_quad(weight, j, n, quads);
+    o[k] = load_quad(update, j, n, quads);
+#pragma unroll
+    for (int e = 0; e < kQuad; ++e) {
+      const float oe = to_float(o[k].value[e]);
+      const double d = f.direction(w[k].value[e], oe);
+      base[0] += d * d;
+      if (f.rate * oe != 0) base[1] = 1;
+    }
   });
   row_sum<kThreads>(base);
-  const auto wj = [&](std::int64_t j, int k) { return kKept ? w[k] : weight[j]; };
-  const auto oj = [&](std::int64_t j, int k) { return kKept ? o[k] : to_float(update[j]); };
+  const auto wj = [&](std::int64_t j, int k) { return kKept ? w[k] : load_quad(weight, j, n, quads); };
+  const auto oj = [&](std::int64_t j, int k) { return kKept ? o[k] : load_quad(update, j, n, quads); };
   double more[4] = {0, 0, 0, 0};  // d w, w w, o o, g o
-  if (decays || maybe_cold) {     // alike in all threads of a row
+  const bool wants_more = decays || maybe_cold;
+  if (kThreads < kWarp ? __any_sync(0xFFFFFFFFu, wants_more) : wants_more) {  // alike in all threads of a sum
     const float* const gradient = maybe_cold ? line_of<const float>(a.gradient, p.batch, p.neuron) : nullptr;
-    for_each_element<kThreads, kPerThread>(p.lane, p.inputs, [&](std::int64_t j, int k) {
-      const double wide = wj(j, k), out = oj(j, k);
-      more[0] += wide * f.direction(wj(j, k), oj(j, k));
-      more[1] += wide * wide;
-      if (gradient) {
-        more[2] += out * out;
-        more[3] += out * gradient[j];
+    for_each_quad<kThreads, kQuads>(p.lane, n, [&](std::int64_t j, int k) {
+      const Quad<float> wq = wj(j, k);
+      const Quad<U> oq = oj(j, k);
+#pragma unroll
+      for (int e = 0; e < kQuad; ++e) {
+        const float oe = to_float(oq.value[e]);
+        const double wide = wq.value[e], out = oe;
+        more[0] += wide * f.direction(wq.value[e], oe);
+        more[1] += wide * wide;
+        if (gradient && j + e < n) {
+          more[2] += out * out;
+          more[3] += out * gradient[j + e];
+        }
       }
     });
     row_sum<kThreads>(more);
@@ -285,38 +381,75 @@ __global__ void __launch_bounds__(block_size(kThreads), least_blocks(kThreads))
   sync_row<kThreads>();
   const RowPlan<float> mine = plan;
   const std::int64_t value_line = p.batch * a.value.batch_stride + p.neuron * a.value.line_stride;
-  for_each_element<kThreads, kPerThread>(p.lane, p.inputs, [&](std::int64_t j, int k) {
-    const float x = new_weight(mine, f, wj(j, k), oj(j, k));
-    if (mine.mode != RowMode::kKeep) weight[j] = x;
-    if (a.value.data) store_value(a, value_line + j, x);
+  const DType value_dtype = a.value_dtype;
+  const bool value_quads = a.shape.inputs % kQuad == 0 &&
+                           (value_dtype == DType::kFloat32 ? quads_fit<float>(a.value) : quads_fit<__half>(a.value));
+  const bool has_value = a.value.data;
+  for_each_quad<kThreads, kQuads>(p.lane, n, [&](std::int64_t j, int k) {
+    const Quad<float> wq = wj(j, k);
+    const Quad<U> oq = oj(j, k);
+    Quad<float> x;
+#pragma unroll
+    for (int e = 0; e < kQuad; ++e) x.value[e] = new_weight(mine, f, wq.value[e], to_float(oq.value[e]));
+    if (mine.mode != RowMode::kKeep) store_quad(weight, j, n, quads, x);
+    if (!has_value) return;
+    if (value_dtype == DType::kBFloat16) {
+      store_value_quad<__nv_bfloat16>(a, value_line, j, n, value_quads, x);
+    } else if (value_dtype == DType::kFloat16) {
+      store_value_quad<__half>(a, value_line, j, n, value_quads, x);
+    } else {
+      store_value_quad<float>(a, value_line, j, n, value_quads, x);
+    }
   });
 }
 
 template <int kThreads>
 __global__ void __launch_bounds__(block_size(kThreads)) init_rows(const MuownInitArguments a) {
-  const RowPosition<kThreads> p(a.shape);
+  const RowPosition<kThreads> p(a.shape, blockIdx.x);
   const float* const weight = line_of<const float>(a.weight, p.batch, p.neuron);
   double square[1] = {0};
   for (std::int64_t j = p.lane; j < p.inputs; j += kThreads)
     square[0] += static_cast<double>(weight[j]) * static_cast<double>(weight[j]);
   row_sum<kThreads>(square);
   if (!p.writes) return;
-  detail::init_row(sqrt(square[0]), a.epsilon, a.warm, static_cast<float*>(a.magnitude)[p.row],
-                   static_cast<float*>(a.norm)[p.row]);
+  detail::init_row(sqrt(square[0]), a, static_cast<float*>(a.magnitude)[p.row], static_cast<float*>(a.norm)[p.row]);
 }
 
-/// Calls f(threads a row, elements a thread) with constants that suit the width; 0 elements: the row is read again
-/// instead of kept.
+struct RowWidth {
+  std::int64_t most;  // inputs
+  int threads;        // a row
+};
+/// Widths that share a kernel. Wider rows than the last one but one are read again instead of kept: the second time
+/// they come from the cache, and no register limits how many rows are under way.
+constexpr RowWidth kRowWidths[] = {{16, 4},     {32, 8},     {64, 16},
+                                   {128, 32},   {512, 32},   {1024, 256},
+                                   {4096, 256}, {8192, 512}, {std::int64_t{1} << 62, 512}};
+
+/// Calls f(threads a row, quads a thread) with constants; 0 quads: the row is read again.
 template <class F>
-void with_row_width(std::int64_t inputs, F&& f) {
-  const auto call = [&](auto threads, auto per_thread) { f(threads, per_thread); };
+void with_row_width(int width_class, F&& f) {
+  const auto call = [&](auto threads, auto quads) { f(threads, quads); };
   using std::integral_constant;
-  if (inputs <= 128) return call(integral_constant<int, 32>{}, integral_constant<int, 4>{});
-  if (inputs <= 512) return call(integral_constant<int, 32>{}, integral_constant<int, 16>{});
-  if (inputs <= 1024) return call(integral_constant<int, 256>{}, integral_constant<int, 4>{});
-  if (inputs <= 4096) return call(integral_constant<int, 256>{}, integral_constant<int, 16>{});
-  if (inputs <= 16384) return call(integral_constant<int, 512>{}, integral_constant<int, 32>{});
-  call(integral_constant<int, 512>{}, integral_constant<int, 0>{});
+  switch (width_class) {
+    case 0:
+      return call(integral_constant<int, 4>{}, integral_constant<int, 1>{});
+    case 1:
+      return call(integral_constant<int, 8>{}, integral_constant<int, 1>{});
+    case 2:
+      return call(integral_constant<int, 16>{}, integral_constant<int, 1>{});
+    case 3:
+      return call(integral_constant<int, 32>{}, integral_constant<int, 1>{});
+    case 4:
+      return call(integral_constant<int, 32>{}, integral_constant<int, 4>{});
+    case 5:
+      return call(integral_constant<int, 256>{}, integral_constant<int, 1>{});
+    case 6:
+      return call(integral_constant<int, 256>{}, integral_constant<int, 4>{});
+    case 7:
+      return call(integral_constant<int, 512>{}, integral_constant<int, 4>{});
+    default:
+      return call(integral_constant<int, 512>{}, integral_constant<int, 0>{});
+  }
 }
 
 template <class F>
@@ -567,8 +700,7 @@ __global__ void init_row_scalars(const MuownInitArguments a, const Chunks c, con
   double square[1];
   load_partials(a.shape, c, p, square, partials);
   if (threadIdx.y != 0 || !p.inside) return;
-  detail::init_row(sqrt(square[0]), a.epsilon, a.warm, static_cast<float*>(a.magnitude)[p.row],
-                   static_cast<float*>(a.norm)[p.row]);
+  detail::init_row(sqrt(square[0]), a, static_cast<float*>(a.magnitude)[p.row], static_cast<float*>(a.norm)[p.row]);
 }
 
 /// Launch shapes of the transposed kernels: one block a tile and chunk, or one block a tile.
@@ -595,19 +727,61 @@ std::size_t muown_workspace_bytes(const MuownShape& shape) {
   return partial_bytes(shape) + sizeof(StoredPlan) * static_cast<std::size_t>(shape.rows());
 }
 
+MuownRowKind muown_row_kind(const MuownShape& shape) {
+  MuownRowKind kind{0, shape.update_dtype};
+  while (shape.inputs > kRowWidths[kind.width_class].most) ++kind.width_class;
+  return kind;
+}
+
+std::int64_t muown_row_blocks(const MuownShape& shape) {
+  return row_blocks(shape, kRowWidths[muown_row_kind(shape).width_class].threads);
+}
+
+namespace {
+
+void launch_prepare_rows(const MuownRowKind& kind, const MuownPrepareArguments& single,
+                         const MuownTable<MuownPrepareArguments>& table, StreamRef stream) {
+  with_update_type(kind.update_dtype, [&](auto type) {
+    with_row_width(kind.width_class, [&](auto threads, auto quads) {
+      constexpr int kThreads = decltype(threads)::value;
+      prepare_rows<kThreads, decltype(quads)::value, decltype(type)>
+          <<<static_cast<unsigned>(table.blocks), block_size(kThreads), 0, to_cuda(stream)>>>(single, table);
+    });
+  });
+  check_launch("muown_prepare");
+}
+
+void launch_finish_rows(const MuownRowKind& kind, const MuownFinishArguments& single,
+                        const MuownTable<MuownFinishArguments>& table, StreamRef stream) {
+  with_update_type(kind.update_dtype, [&](auto type) {
+    with_row_width(kind.width_class, [&](auto threads, auto quads) {
+      constexpr int kThreads = decltype(threads)::value;
+      finish_rows<kThreads, decltype(quads)::value, decltype(type)>
+          <<<static_cast<unsigned>(table.blocks), block_size(kThreads), 0, to_cuda(stream)>>>(single, table);
+    });
+  });
+  check_launch("muown_finish");
+}
+
+}  // namespace
+
+void muown_prepare(const MuownRowKind& kind, const MuownTable<MuownPrepareArguments>& table, StreamRef stream) {
+  const DeviceGuard guard(stream.device());
+  launch_prepare_rows(kind, {}, table, stream);
+}
+
+void muown_finish(const MuownRowKind& kind, const MuownTable<MuownFinishArguments>& table, StreamRef stream) {
+  const DeviceGuard guard(stream.device());
+  launch_finish_rows(kind, {}, table, stream);
+}
+
 void muown_prepare(const MuownPrepareArguments& a, void* workspace, StreamRef stream) {
   const DeviceGuard guard(stream.device());
+  if (!a.shape.transposed)
+    return launch_prepare_rows(muown_row_kind(a.shape), a, {nullptr, nullptr, muown_row_blocks(a.shape)}, stream);
   const cudaStream_t queue = to_cuda(stream);
   with_update_type(a.shape.update_dtype, [&](auto type) {
     using U = decltype(type);
-    if (!a.shape.transposed) {
-      with_row_width(a.shape.inputs, [&](auto threads, auto per_thread) {
-        constexpr int kThreads = decltype(threads)::value, kPerThread = decltype(per_thread)::value;
-        prepare_rows<kThreads, kPerThread, U><<<row_blocks(a.shape, kThreads), block_size(kThreads), 0, queue>>>(a);
-      });
-      check_launch("muown_prepare");
-      return;
-    }
     const TileLaunch launch(a.shape);
     double* const partials = static_cast<double*>(workspace);
     prepare_dots<<<launch.elements, launch.threads, 0, queue>>>(a, launch.chunks, partials);
@@ -623,17 +797,11 @@ void muown_prepare(const MuownPrepareArguments& a, void* workspace, StreamRef st
 
 void muown_finish(const MuownFinishArguments& a, void* workspace, StreamRef stream) {
   const DeviceGuard guard(stream.device());
+  if (!a.shape.transposed)
+    return launch_finish_rows(muown_row_kind(a.shape), a, {nullptr, nullptr, muown_row_blocks(a.shape)}, stream);
   const cudaStream_t queue = to_cuda(stream);
   with_update_type(a.shape.update_dtype, [&](auto type) {
     using U = decltype(type);
-    if (!a.shape.transposed) {
-      with_row_width(a.shape.inputs, [&](auto threads, auto per_thread) {
-        constexpr int kThreads = decltype(threads)::value, kPerThread = decltype(per_thread)::value;
-        finish_rows<kThreads, kPerThread, U><<<row_blocks(a.shape, kThreads), block_size(kThreads), 0, queue>>>(a);
-      });
-      check_launch("muown_finish");
-      return;
-    }
     const TileLaunch launch(a.shape);
     double* const partials = static_cast<double*>(workspace);
     auto* const plans = reinterpret_cast<StoredPlan*>(static_cast<std::byte*>(workspace) + partial_bytes(a.shape));

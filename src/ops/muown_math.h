@@ -41,7 +41,6 @@ ROWAN_HOST_DEVICE inline bool control_skips(const double* control) {
 
 /// What muown_finish needs beside the rows, from options and device values.
 struct FinishConstants {
-  double lr = 0;
   double decay = 0;           ///< lr * weight decay
   double magnitude_rate = 0;  ///< lr * magnitude_lr
   double beta1 = 0;
@@ -51,7 +50,11 @@ struct FinishConstants {
   double epsilon = 0;
   double factor = 1;  ///< of the gradient
   bool warm = false;
+  bool angular = false;
 };
+
+/// Least magnitude of a row whose direction is angular.
+inline constexpr double kLeastAngularMagnitude = 1e-7;
 
 /// Sums over one row; d = W (r / g^) - lr c O.
 struct FinishSums {
@@ -100,8 +103,12 @@ ROWAN_HOST_DEVICE inline RowPlan<T> finish_row(const FinishConstants& k, const F
   const double gg = cold ? -k.factor * sums.go / length : static_cast<double>(magnitude_grad);
   const double m = k.beta1 * row.first_moment + (1 - k.beta1) * gg;
   const double v = k.beta2 * row.second_moment + (1 - k.beta2) * gg * gg;
-  const T g =
-      static_cast<T>(row.magnitude - k.magnitude_rate * (m / k.correction1) / (sqrt(v / k.correction2) + k.epsilon));
+  double moved = row.magnitude - k.magnitude_rate * (m / k.correction1) / (sqrt(v / k.correction2) + k.epsilon);
+  if (k.angular && !cold) {
+    const double size = at_least(row.magnitude < 0 ? -moved : moved, kLeastAngularMagnitude);
+    moved = row.magnitude < 0 ? -size : size;
+  }
+  const T g = static_cast<T>(moved);
   row.first_moment = static_cast<T>(m);
   row.second_moment = static_cast<T>(v);
   if (!sums.moved && g == row.magnitude && k.decay == 0) return {};
@@ -111,14 +118,14 @@ ROWAN_HOST_DEVICE inline RowPlan<T> finish_row(const FinishConstants& k, const F
     plan.mode = RowMode::kWake;
     plan.scale = static_cast<T>(-static_cast<double>(g) / length);
     row.magnitude = g;
-    row.norm = at_least(g < 0 ? -g : g, static_cast<T>(k.epsilon));
+    row.norm = k.angular ? T(1) : at_least(g < 0 ? -g : g, static_cast<T>(k.epsilon));
     return plan;
   }
   const double n = at_least(sqrt(sums.dd), k.epsilon);
   plan.mode = RowMode::kStep;
   plan.scale = static_cast<T>(static_cast<double>(g) / n);
   plan.decay = static_cast<T>(k.decay);
-  row.norm = static_cast<T>(n);
+  row.norm = k.angular ? T(1) : static_cast<T>(n);
   row.magnitude = g;
   if (k.decay != 0) {
     // W' = f d - w W, so its length and its product with d follow from the sums; no second pass over the row.

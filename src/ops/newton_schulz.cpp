@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
+#include <map>
+#include <utility>
 
 #include "core/check.h"
 #include "core/parallel.h"
@@ -112,6 +114,11 @@ void standard(const GramFloatArguments& a, const Tensor& inverse, StreamRef stre
   });
 }
 
+/// Applying Q to X and taking the Gram matrix anew costs a whole and a symmetric product of p x p with p x q a step,
+/// carrying R and Q on three symmetric ones of p x p with p x p. Where X is nearly square every step restarts, which
+/// also rounds least.
+int steps_a_restart(const NewtonSchulzMatrix& u) { return 2 * u.long_side() <= 3 * u.short_side() ? 1 : 3; }
+
 /// CPU: every path but standard and svd in float32, without rounding operands to float16 as CUDA's gram does: faster
 /// there and nearer to the exact polynomial.
 void run(NewtonSchulzPath path, const GramFloatArguments& a, const Tensor& inverse, StreamRef stream) {
@@ -123,11 +130,69 @@ void run(NewtonSchulzPath path, const GramFloatArguments& a, const Tensor& inver
     const Tensor workspace = Tensor::empty({cuda::newton_schulz_skinny_workspace(a.u)}, DType::kFloat32, stream);
     cuda::newton_schulz_skinny(a, workspace.data<float>(), stream);
   } else if (path == NewtonSchulzPath::kGram) {
-    detail::newton_schulz_gram(a.u, a.out, inverse, a.steps, {}, stream);
+    detail::newton_schulz_gram(a.u, a.out, inverse, a.steps, {DType::kFloat16, steps_a_restart(a.u), true, 0}, stream);
   } else {
     detail::newton_schulz_gram(a.u, a.out, inverse, a.steps, {DType::kFloat32, 0, false, kTf32Side}, stream);
   }
 }
+
+/// Stacks of one launch, with their tables and scratch memory on the device.
+class SkinnyLaunch {
+ public:
+  void add(const NewtonSchulzMatrix& u, const InverseNormArguments& norms) {
+    SkinnyStack stack;
+    stack.u = stack.out = u;
+    stack.square_sums = norms.square_sums;
+    stack.square_sum_count = norms.square_sum_count;
+    stack.square_sum_stride = norms.square_sum_stride;
+    stack.first_matrix = count(of_matrix_);
+    stack.first_gram_block = count(of_gram_block_);
+    stack.first_apply_block = count(of_apply_block_);
+    extend(of_matrix_, u.batches);
+    extend(of_gram_block_, cuda::skinny_gram_blocks(u));
+    extend(of_apply_block_, cuda::skinny_apply_blocks(u));
+    stacks_.push_back(stack);
+  }
+
+  void to_device(StreamRef stream) {
+    static_assert(sizeof(SkinnyStack) % sizeof(std::int64_t) == 0);
+    const std::size_t bytes = stacks_.size() * sizeof(SkinnyStack);
+    const auto keep = [&](Tensor tensor) { return kept_.emplace_back(std::move(tensor)).raw(); };
+    const auto index = [&](const std::vector<std::int32_t>& of) {
+      return static_cast<const std::int32_t*>(keep(Tensor::from_host({count(of)}, of, stream)));
+    };
+    table_.stacks = static_cast<const SkinnyStack*>(keep(Tensor::from_host_bytes(
+        {static_cast<std::int64_t>(bytes / sizeof(std::int64_t))}, DType::kInt64, stacks_.data(), bytes, stream)));
+    table_.stack_of_matrix = index(of_matrix_);
+    table_.stack_of_gram_block = index(of_gram_block_);
+    table_.stack_of_apply_block = index(of_apply_block_);
+    table_.matrices = count(of_matrix_);
+    table_.gram_blocks = count(of_gram_block_);
+    table_.apply_blocks = count(of_apply_block_);
+    const std::int64_t side = cuda::skinny_side(stacks_.front().u);
+    const auto scratch = [&](const Shape& shape, DType dtype) { return keep(Tensor::empty(shape, dtype, stream)); };
+    table_.inverse = static_cast<double*>(scratch({table_.matrices}, DType::kFloat64));
+    table_.partials = static_cast<float*>(scratch({table_.gram_blocks, side, side}, DType::kFloat32));
+    table_.polynomials = static_cast<float*>(scratch({table_.matrices, side, side}, DType::kFloat32));
+  }
+
+  void run(double norm_factor, double epsilon, const NewtonSchulzSteps& steps, StreamRef stream) const {
+    const NewtonSchulzMatrix& like = stacks_.front().u;
+    cuda::newton_schulz_skinny(table_, like, like, norm_factor, epsilon, steps, stream);
+    for (const Tensor& tensor : kept_) tensor.record_use(stream);
+  }
+
+ private:
+  static std::int64_t count(const std::vector<std::int32_t>& of) { return static_cast<std::int64_t>(of.size()); }
+  void extend(std::vector<std::int32_t>& of, std::int64_t blocks) {
+    of.insert(of.end(), static_cast<std::size_t>(blocks), static_cast<std::int32_t>(stacks_.size()));
+  }
+
+  std::vector<SkinnyStack> stacks_;
+  std::vector<std::int32_t> of_matrix_, of_gram_block_, of_apply_block_;
+  std::vector<Tensor> kept_;
+  SkinnyTable table_;
+};
 
 }  // namespace
 
@@ -205,6 +270,58 @@ void newton_schulz(const Tensor& u, Tensor& out, const NewtonSchulzOptions& opti
   u.record_use(stream);
   out.record_use(stream);
   if (row_square_sum) row_square_sum->record_use(stream);
+}
+
+struct SkinnyBatch::Table {
+  std::vector<SkinnyItem> items;
+  NewtonSchulzOptions options;
+  NewtonSchulzSteps steps;
+  std::vector<std::pair<NewtonSchulzMatrix, InverseNormArguments>> matrices;  // CPU
+  std::map<std::pair<DType, int>, SkinnyLaunch> launches;                     // CUDA, by dtype and padded side
+};
+
+SkinnyBatch::SkinnyBatch(std::span<const SkinnyItem> items, const NewtonSchulzOptions& options, StreamRef stream) {
+  auto table = std::make_shared<Table>();
+  table->items.assign(items.begin(), items.end());
+  table->options = options;
+  table->steps = check_options(options);
+  for (const SkinnyItem& item : table->items) {
+    const NewtonSchulzMatrix u = check_matrix("u", item.matrices, NewtonSchulzPath::kSkinny, stream);
+    require(u.short_side() <= kSkinnySide, "{}: expected a shorter side of at most {} for skinny, got shape {}", kOp,
+            kSkinnySide, item.matrices.shape());
+    InverseNormArguments norms;
+    norms.u = u;
+    norms.factor = options.schedule.norm_factor;
+    norms.epsilon = options.epsilon;
+    detail::require_defined(kOp, "row_square_sum", item.row_square_sum);
+    set_square_sums(item.row_square_sum, item.matrices, norms, stream);
+    if (item.matrices.elements() == 0) continue;
+    if (stream.device().is_cuda()) {
+      table->launches[{u.dtype, cuda::skinny_side(u)}].add(u, norms);
+    } else {
+      table->matrices.emplace_back(u, norms);
+    }
+  }
+  for (auto& [key, launch] : table->launches) launch.to_device(stream);
+  table_ = std::move(table);
+}
+
+void SkinnyBatch::run(StreamRef stream) const {
+  require(table_ != nullptr, "{}: expected a list of matrices, got a default-constructed one", kOp);
+  const double factor = table_->options.schedule.norm_factor, epsilon = table_->options.epsilon;
+  for (const auto& [key, launch] : table_->launches) launch.run(factor, epsilon, table_->steps, stream);
+  const auto count = static_cast<std::int64_t>(table_->matrices.size());
+  detail::parallel_for(count, 1, [&](std::int64_t begin, std::int64_t end) {
+    for (std::int64_t i = begin; i < end; ++i) {
+      auto [u, norms] = table_->matrices[static_cast<std::size_t>(i)];
+      const Tensor inverse = inverse_norms(norms, stream);
+      cpu::newton_schulz_gram_float({u, u, inverse.data<double>(), table_->steps});
+    }
+  });
+  for (const SkinnyItem& item : table_->items) {
+    item.matrices.record_use(stream);
+    item.row_square_sum.record_use(stream);
+  }
 }
 
 }  // namespace rowan

@@ -21,9 +21,9 @@ struct NewtonSchulzMatrix {
   std::int64_t batch_stride = 0;
   std::int64_t row_stride = 0;
 
-  bool is_wide() const { return rows <= cols; }
-  std::int64_t short_side() const { return is_wide() ? rows : cols; }
-  std::int64_t long_side() const { return is_wide() ? cols : rows; }
+  ROWAN_HOST_DEVICE bool is_wide() const { return rows <= cols; }
+  ROWAN_HOST_DEVICE std::int64_t short_side() const { return is_wide() ? rows : cols; }
+  ROWAN_HOST_DEVICE std::int64_t long_side() const { return is_wide() ? cols : rows; }
 };
 
 /// inverse[b] = 1 / (factor ||u_b|| + epsilon), 0 where that divides by zero.
@@ -53,6 +53,32 @@ struct GramFloatArguments {
   NewtonSchulzSteps steps;
 };
 
+/// One stack of matrices of the skinny path, in a launch over many. out may be u. Matrices, and the blocks of each
+/// kernel, are numbered through all stacks.
+struct SkinnyStack {
+  NewtonSchulzMatrix u;
+  NewtonSchulzMatrix out;
+  const double* square_sums = nullptr;  ///< as in InverseNormArguments
+  std::int64_t square_sum_count = 0;
+  std::int64_t square_sum_stride = 0;
+  std::int64_t first_matrix = 0;
+  std::int64_t first_gram_block = 0;
+  std::int64_t first_apply_block = 0;
+};
+
+/// Stacks of one launch with all their scratch memory, on the device. Their u, and their out, share a dtype, and their
+/// short sides pad to the same side.
+struct SkinnyTable {
+  const SkinnyStack* stacks = nullptr;
+  const std::int32_t* stack_of_matrix = nullptr;
+  const std::int32_t* stack_of_gram_block = nullptr;
+  const std::int32_t* stack_of_apply_block = nullptr;
+  std::int64_t matrices = 0, gram_blocks = 0, apply_blocks = 0;
+  double* inverse = nullptr;     ///< [matrices]
+  float* partials = nullptr;     ///< [gram_blocks, side, side]
+  float* polynomials = nullptr;  ///< [matrices, side, side]
+};
+
 namespace detail {
 
 /// x with `bits` significant bits, rounded to nearest even, at any magnitude.
@@ -77,11 +103,12 @@ ROWAN_HOST_DEVICE inline double inverse_norm(double square_sum, double factor, d
 
 namespace cpu {
 void inverse_norms(const InverseNormArguments& arguments);
-/// x = u inverse[b] scale, rounded once, in the upper left of x's matrices; zeros elsewhere.
+/// x = u inverse[b] scale, or its transpose where u is tall, rounded once, in the upper left of x's matrices; zeros
+/// elsewhere.
 void newton_schulz_load(const NewtonSchulzMatrix& u, const double* inverse, double scale, const NewtonSchulzMatrix& x);
 /// q = alpha z + beta I for square matrices.
 void newton_schulz_add_identity(const NewtonSchulzMatrix& z, double alpha, double beta, const NewtonSchulzMatrix& q);
-/// out = scale x, reading the upper left of x's matrices.
+/// out = scale x, or its transpose where out is tall, reading the upper left of x's matrices.
 void newton_schulz_store(const NewtonSchulzMatrix& x, double scale, const NewtonSchulzMatrix& out);
 void newton_schulz_gram_float(const GramFloatArguments& arguments);
 /// The polar factor of u in float64 by one-sided Jacobi rotations.
@@ -97,7 +124,15 @@ void newton_schulz_load(const NewtonSchulzMatrix& u, const double* inverse, doub
 void newton_schulz_add_identity(const NewtonSchulzMatrix& z, double alpha, double beta, const NewtonSchulzMatrix& q,
                                 StreamRef stream);
 void newton_schulz_store(const NewtonSchulzMatrix& x, double scale, const NewtonSchulzMatrix& out, StreamRef stream);
-/// Floats of scratch memory for newton_schulz_skinny; short sides up to 64.
+/// Side that a short side of up to 64 is padded to, and blocks that a stack takes.
+int skinny_side(const NewtonSchulzMatrix& u);
+std::int64_t skinny_gram_blocks(const NewtonSchulzMatrix& u);
+std::int64_t skinny_apply_blocks(const NewtonSchulzMatrix& u);
+/// Norms from square sums, Gram matrices, polynomials, application: four launches. `like` is one of the stacks' u, out.
+void newton_schulz_skinny(const SkinnyTable& table, const NewtonSchulzMatrix& u_like,
+                          const NewtonSchulzMatrix& out_like, double norm_factor, double epsilon,
+                          const NewtonSchulzSteps& steps, StreamRef stream);
+/// Floats of scratch memory for newton_schulz_skinny of one stack.
 std::int64_t newton_schulz_skinny_workspace(const NewtonSchulzMatrix& u);
 void newton_schulz_skinny(const GramFloatArguments& arguments, float* workspace, StreamRef stream);
 }  // namespace cuda

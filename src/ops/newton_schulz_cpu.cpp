@@ -41,6 +41,17 @@ void copy_row(const NewtonSchulzMatrix& from, std::int64_t batch, std::int64_t r
   });
 }
 
+/// scale times a column of any dtype as T.
+template <class T>
+void copy_column(const NewtonSchulzMatrix& from, std::int64_t batch, std::int64_t col, double scale, T* to) {
+  detail::dispatch_floating(from.dtype, [&](auto tag) {
+    using From = typename decltype(tag)::type;
+    const From* const source = row_of<const From>(from, batch, 0) + col;
+    for (std::int64_t i = 0; i < from.rows; ++i)
+      to[i] = convert<T>(convert<double>(source[i * from.row_stride]) * scale);
+  });
+}
+
 double square_sum(const NewtonSchulzMatrix& u, std::int64_t batch) {
   std::vector<double> row(static_cast<std::size_t>(u.cols));
   double total = 0;
@@ -285,7 +296,8 @@ void newton_schulz_load(const NewtonSchulzMatrix& u, const double* inverse, doub
     for_each_row(x, [&](std::int64_t b, std::int64_t i) {
       T* const to = row_of<T>(x, b, i);
       std::fill(to, to + x.cols, T{});
-      if (i < u.rows) copy_row(u, b, i, inverse[b] * scale, to);
+      if (i >= u.short_side()) return;
+      u.is_wide() ? copy_row(u, b, i, inverse[b] * scale, to) : copy_column(u, b, i, inverse[b] * scale, to);
     });
   });
 }
@@ -306,8 +318,12 @@ void newton_schulz_store(const NewtonSchulzMatrix& x, double scale, const Newton
   detail::dispatch_floating(out.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     NewtonSchulzMatrix corner = x;
-    corner.cols = out.cols;
-    for_each_row(out, [&](std::int64_t b, std::int64_t i) { copy_row(corner, b, i, scale, row_of<T>(out, b, i)); });
+    corner.rows = out.short_side();
+    corner.cols = out.long_side();
+    for_each_row(out, [&](std::int64_t b, std::int64_t i) {
+      T* const to = row_of<T>(out, b, i);
+      out.is_wide() ? copy_row(corner, b, i, scale, to) : copy_column(corner, b, i, scale, to);
+    });
   });
 }
 

@@ -81,18 +81,6 @@ __device__ void for_each_element(const NewtonSchulzMatrix& m, std::int64_t row_p
   }
 }
 
-template <class T, class X>
-__global__ void __launch_bounds__(kThreads) load_kernel(const NewtonSchulzMatrix u, const double* inverse, double scale,
-                                                        const NewtonSchulzMatrix x, std::int64_t row_pieces) {
-  for_each_element(x, row_pieces, [&](std::int64_t batch, std::int64_t row, std::int64_t col) {
-    float value = 0;
-    // In double: the norm of tiny or huge matrices has no inverse in float32.
-    if (row < u.rows && col < u.cols)
-      value = static_cast<float>(to_float(row_of<const T>(u, batch, row)[col]) * (inverse[batch] * scale));
-    row_of<X>(x, batch, row)[col] = from_float<X>(value);
-  });
-}
-
 template <class T>
 __global__ void __launch_bounds__(kThreads) identity_kernel(const NewtonSchulzMatrix z, float alpha, float beta,
                                                             const NewtonSchulzMatrix q, std::int64_t row_pieces) {
@@ -102,25 +90,160 @@ __global__ void __launch_bounds__(kThreads) identity_kernel(const NewtonSchulzMa
   });
 }
 
-template <class X, class T>
-__global__ void __launch_bounds__(kThreads)
-    store_kernel(const NewtonSchulzMatrix x, float scale, const NewtonSchulzMatrix out, std::int64_t row_pieces) {
-  for_each_element(out, row_pieces, [&](std::int64_t batch, std::int64_t row, std::int64_t col) {
-    row_of<T>(out, batch, row)[col] = from_float<T>(scale * to_float(row_of<const X>(x, batch, row)[col]));
-  });
+// ---- copies that scale and convert
+// -------------------------------------------------------------------------------------
+
+/// to = from scale inverse[b] in the part that both have; zeros in the rest of `to`.
+struct ScaledCopy {
+  NewtonSchulzMatrix from, to;
+  const double* inverse;  // null: 1
+  double scale;
+
+  /// In double: the norm of tiny or huge matrices has no inverse in float32.
+  __device__ double factor(std::int64_t batch) const { return inverse ? inverse[batch] * scale : scale; }
+};
+
+constexpr int kQuad = 4;
+
+template <class T>
+bool moves_in_quads(const NewtonSchulzMatrix& m) {
+  constexpr std::uintptr_t kAlign = kQuad * sizeof(T);
+  return reinterpret_cast<std::uintptr_t>(m.data) % kAlign == 0 && m.row_stride % kQuad == 0 &&
+         (m.batches == 1 || m.batch_stride % kQuad == 0);
 }
 
-// ---- skinny: the short side in shared memory
+template <class From, class To>
+__global__ void __launch_bounds__(kThreads)
+    copy_kernel(const ScaledCopy c, std::int64_t row_pieces, bool from_quads, bool to_quads) {
+  const std::int64_t line = blockIdx.x / row_pieces;
+  const std::int64_t batch = line / c.to.rows, row = line - batch * c.to.rows;
+  const std::int64_t col = (blockIdx.x - line * row_pieces) * kPiece + threadIdx.x * kQuad;
+  if (col >= c.to.cols) return;
+  Pack<From, kQuad> read{};
+  if (row < c.from.rows) {
+    const From* const from = row_of<const From>(c.from, batch, row) + col;
+    if (from_quads && col + kQuad <= c.from.cols) {
+      read = *reinterpret_cast<const Pack<From, kQuad>*>(from);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kQuad; ++i) {
+        if (col + i < c.from.cols) read.value[i] = from[i];
+      }
+    }
+  }
+  const double factor = c.factor(batch);
+  Pack<To, kQuad> write;
+#pragma unroll
+  for (int i = 0; i < kQuad; ++i) {
+    // Not multiplied where there is nothing: 0 times an infinite factor.
+    const bool inside = row < c.from.rows && col + i < c.from.cols;
+    write.value[i] = from_float<To>(inside ? static_cast<float>(to_float(read.value[i]) * factor) : 0.0f);
+  }
+  To* const to = row_of<To>(c.to, batch, row) + col;
+  if (to_quads && col + kQuad <= c.to.cols) {
+    *reinterpret_cast<Pack<To, kQuad>*>(to) = write;
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < kQuad; ++i) {
+    if (col + i < c.to.cols) to[i] = write.value[i];
+  }
+}
+
+constexpr int kSquare = 64;  // side of the tiles that are transposed
+
+/// The same with the transpose of `from`.
+template <class From, class To>
+__global__ void __launch_bounds__(kThreads)
+    transpose_kernel(const ScaledCopy c, std::int64_t row_tiles, std::int64_t col_tiles) {
+  __shared__ float tile[kSquare][kSquare + 1];
+  const std::int64_t batch = blockIdx.x / (row_tiles * col_tiles), rest = blockIdx.x - batch * row_tiles * col_tiles;
+  const std::int64_t row = rest / col_tiles * kSquare, col = rest % col_tiles * kSquare;
+  const int x = static_cast<int>(threadIdx.x) % kSquare, y = static_cast<int>(threadIdx.x) / kSquare;
+  const double factor = c.factor(batch);
+#pragma unroll
+  for (int i = y; i < kSquare; i += kThreads / kSquare) {
+    float value = 0;
+    if (col + i < c.from.rows && row + x < c.from.cols)
+      value = static_cast<float>(to_float(row_of<const From>(c.from, batch, col + i)[row + x]) * factor);
+    tile[i][x] = value;
+  }
+  __syncthreads();
+#pragma unroll
+  for (int i = y; i < kSquare; i += kThreads / kSquare) {
+    if (row + i < c.to.rows && col + x < c.to.cols)
+      row_of<To>(c.to, batch, row + i)[col + x] = from_float<To>(tile[x][i]);
+  }
+}
+
+template <class From, class To>
+void launch_copy(const ScaledCopy& c, bool transposed, StreamRef stream) {
+  if (transposed) {
+    const std::int64_t row_tiles = (c.to.rows + kSquare - 1) / kSquare, col_tiles = (c.to.cols + kSquare - 1) / kSquare;
+    transpose_kernel<From, To>
+        <<<static_cast<unsigned>(c.to.batches * row_tiles * col_tiles), kThreads, 0, to_cuda(stream)>>>(c, row_tiles,
+                                                                                                        col_tiles);
+  } else {
+    copy_kernel<From, To><<<row_grid(c.to), kThreads, 0, to_cuda(stream)>>>(
+        c, pieces(c.to.cols), moves_in_quads<From>(c.from), moves_in_quads<To>(c.to));
+  }
+  check_launch("newton_schulz");
+}
+
+// ---- skinny: short sides up to 64, padded with zeros to kSide = 16, 32 or 64
 // ---------------------------------------------------------------------------
 
-// The side is padded with zeros to kSide = 16, 32 or 64; 16 x 16 threads hold kSide/16 x kSide/16 entries each.
-constexpr int kGrid = 16;
-constexpr int kStrip = 64;               // positions on the long side that a block holds at a time
-constexpr std::int64_t kGramLong = 512;  // positions that a block sums before the sums of blocks are added
+constexpr int kGrid = 16;  // 16 x 16 threads hold kSide/16 x kSide/16 entries each
+constexpr int kWarps = kThreads / 32;
+constexpr int kStrip = 64;                // positions on the long side that a block holds at a time
+constexpr std::int64_t kGramLong = 1024;  // positions that a block sums before the sums of blocks are added
 static_assert(kGrid * kGrid == kThreads && kGramLong % kStrip == 0);
 
 int padded_side(std::int64_t p) { return p <= 16 ? 16 : p <= 32 ? 32 : 64; }
-std::int64_t gram_chunks(const NewtonSchulzMatrix& u) { return (u.long_side() + kGramLong - 1) / kGramLong; }
+__host__ __device__ std::int64_t gram_chunks(const NewtonSchulzMatrix& u) {
+  return (u.long_side() + kGramLong - 1) / kGramLong;
+}
+__host__ __device__ std::int64_t apply_chunks(const NewtonSchulzMatrix& u) {
+  return (u.long_side() + kThreads - 1) / kThreads;
+}
+
+/// This block's stack, copied to shared memory: one of the table, or `single` where there is none.
+__device__ void take_stack(const SkinnyStack& single, const SkinnyStack* stacks, const std::int32_t* stack_of_block,
+                           SkinnyStack& mine) {
+  const SkinnyStack* const from = stacks ? stacks + stack_of_block[blockIdx.x] : &single;
+  constexpr unsigned kWords = sizeof(SkinnyStack) / sizeof(std::int64_t);
+  for (unsigned i = threadIdx.x; i < kWords; i += kThreads)
+    reinterpret_cast<std::int64_t*>(&mine)[i] = reinterpret_cast<const std::int64_t*>(from)[i];
+  __syncthreads();
+}
+
+__global__ void __launch_bounds__(kThreads) skinny_norms(const SkinnyTable table, double factor, double epsilon) {
+  __shared__ SkinnyStack s;
+  take_stack({}, table.stacks, table.stack_of_matrix, s);
+  const double* const sums = s.square_sums + (blockIdx.x - s.first_matrix) * s.square_sum_stride;
+  double sum = 0;
+  for (std::int64_t i = threadIdx.x; i < s.square_sum_count; i += kThreads) sum += sums[i];
+  sum = block_sum<kThreads>(sum);
+  if (threadIdx.x == 0) table.inverse[blockIdx.x] = detail::inverse_norm(sum, factor, epsilon, false);
+}
+
+/// A factor as a power of two, which scales exactly, and the rest, between 1/2 and 1.
+struct SplitFactor {
+  double rest = 0;
+  int exponent = 0;
+
+  __device__ explicit SplitFactor(double factor) { rest = frexp(factor, &exponent); }
+};
+
+/// What the sums of gram_kernel still lack: bfloat16 operands are scaled by the power of two alone.
+template <class T>
+__device__ double rest_of_square(double inverse) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    const double rest = SplitFactor(inverse).rest;
+    return rest * rest;
+  }
+  return 1;
+}
 
 /// Calls f(short index, position in the strip, offset) for the elements of positions [begin, begin + kStrip) of the
 /// long side, adjacent elements of memory on adjacent threads.
@@ -141,31 +264,23 @@ __device__ void for_each_in_strip(const NewtonSchulzMatrix& m, bool wide, std::i
   }
 }
 
-/// Zeroes a strip, then fills it with u inverse.
-template <class T, int kSide>
-__device__ void load_strip(const NewtonSchulzMatrix& u, bool wide, std::int64_t batch, std::int64_t begin,
-                           double inverse, float (&strip)[kSide][kStrip + 1]) {
-  for (int e = static_cast<int>(threadIdx.x); e < kSide * kStrip; e += kThreads) strip[e / kStrip][e % kStrip] = 0;
-  __syncthreads();
-  const T* const matrix = row_of<const T>(u, batch, 0);
-  for_each_in_strip(u, wide, begin, [&](int i, int l, std::int64_t offset) {
-    strip[i][l] = static_cast<float>(to_float(matrix[offset]) * inverse);
-  });
-  __syncthreads();
-}
-
-/// partials[batch, chunk] = the kSide x kSide Gram matrix of kGramLong positions.
-template <class T, int kSide>
-__global__ void __launch_bounds__(kThreads)
-    skinny_gram(const NewtonSchulzMatrix u, bool wide, const double* inverse, std::int64_t chunks, float* partials) {
+/// The sum over positions [begin, end) in float32 arithmetic, for float32 operands.
+template <int kSide>
+__device__ void gram_of(const NewtonSchulzMatrix& u, std::int64_t batch, double inverse, std::int64_t begin,
+                        std::int64_t end, float* out, float) {
   constexpr int kPer = kSide / kGrid;
   __shared__ float strip[kSide][kStrip + 1];
-  const std::int64_t batch = blockIdx.x / chunks, chunk = blockIdx.x % chunks;
-  const std::int64_t end = min((chunk + 1) * kGramLong, wide ? u.cols : u.rows);
+  const bool wide = u.is_wide();
+  const float* const matrix = row_of<const float>(u, batch, 0);
   const int ti = static_cast<int>(threadIdx.x) / kGrid, tj = static_cast<int>(threadIdx.x) % kGrid;
   float sum[kPer][kPer] = {};
-  for (std::int64_t begin = chunk * kGramLong; begin < end; begin += kStrip) {
-    load_strip<T, kSide>(u, wide, batch, begin, inverse[batch], strip);
+  for (; begin < end; begin += kStrip) {
+    for (int e = static_cast<int>(threadIdx.x); e < kSide * kStrip; e += kThreads) strip[e / kStrip][e % kStrip] = 0;
+    __syncthreads();
+    for_each_in_strip(u, wide, begin, [&](int i, int l, std::int64_t offset) {
+      strip[i][l] = static_cast<float>(matrix[offset] * inverse);
+    });
+    __syncthreads();
     for (int l = 0; l < kStrip; ++l) {
       for (int i = 0; i < kPer; ++i) {
         for (int j = 0; j < kPer; ++j) sum[i][j] += strip[ti + i * kGrid][l] * strip[tj + j * kGrid][l];
@@ -173,10 +288,159 @@ __global__ void __launch_bounds__(kThreads)
     }
     __syncthreads();
   }
-  float* const out = partials + blockIdx.x * static_cast<std::int64_t>(kSide * kSide);
   for (int i = 0; i < kPer; ++i) {
     for (int j = 0; j < kPer; ++j) out[(ti + i * kGrid) * kSide + tj + j * kGrid] = sum[i][j];
   }
+}
+
+/// Sixteen rows of the short side at 16 or 32 positions, as the first operand of mma.m16n8k16 takes them; a row's words
+/// are the second operand as well.
+struct Fragment {
+  std::uint32_t upper[2], lower[2];  // rows g and g + 8 of the lane
+};
+
+__device__ void multiply_add(float (&c)[4], const Fragment& a, const std::uint32_t (&b)[2]) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a.upper[0]), "r"(a.lower[0]), "r"(a.upper[1]), "r"(a.lower[1]), "r"(b[0]), "r"(b[1]));
+}
+
+/// Eight adjacent elements of which the first `count` exist.
+__device__ uint4 load_eight(const __nv_bfloat16* from, std::int64_t count, bool vectors) {
+  if (count <= 0) return {};
+  if (vectors && count >= 8) return *reinterpret_cast<const uint4*>(from);
+  std::uint16_t x[8] = {};
+#pragma unroll
+  for (int e = 0; e < 8; ++e) {
+    if (e < count) x[e] = reinterpret_cast<const std::uint16_t*>(from)[e];
+  }
+  return {x[0] | std::uint32_t{x[1]} << 16, x[2] | std::uint32_t{x[3]} << 16, x[4] | std::uint32_t{x[5]} << 16,
+          x[6] | std::uint32_t{x[7]} << 16};
+}
+
+/// Times 2^exponent, in two steps since it may lie outside the type's range.
+struct PowerScale {
+  __nv_bfloat162 first, second;
+
+  __device__ explicit PowerScale(int exponent)
+      : first(__float2bfloat162_rn(exp2f(static_cast<float>(exponent / 2)))),
+        second(__float2bfloat162_rn(exp2f(static_cast<float>(exponent - exponent / 2)))) {}
+  __device__ std::uint32_t operator()(std::uint32_t two) const {
+    const __nv_bfloat162 x = __hmul2(__hmul2(*reinterpret_cast<const __nv_bfloat162*>(&two), first), second);
+    return *reinterpret_cast<const std::uint32_t*>(&x);
+  }
+  __device__ uint4 operator()(const uint4& v) const { return {(*this)(v.x), (*this)(v.y), (*this)(v.z), (*this)(v.w)}; }
+};
+
+/// The lower triangle of the sum over positions, on tensor cores: exact products, summed in float32.
+template <int kSide>
+struct GramSums {
+  static constexpr int kBlocks = kSide / 16;
+  float c[kBlocks][2 * kBlocks][4] = {};  // 16 x 8 each
+
+  __device__ void add(const Fragment (&f)[kBlocks]) {
+#pragma unroll
+    for (int i = 0; i < kBlocks; ++i) {
+#pragma unroll
+      for (int j = 0; j <= i; ++j) {
+        multiply_add(c[i][2 * j], f[i], f[j].upper);
+        multiply_add(c[i][2 * j + 1], f[i], f[j].lower);
+      }
+    }
+  }
+  /// sum (+)= this warp's part, both triangles.
+  __device__ void add_to(float* sum, bool first) const {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll
+    for (int i = 0; i < kBlocks; ++i) {
+#pragma unroll
+      for (int j = 0; j < 2 * (i + 1); ++j) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const int row = 16 * i + lane / 4 + e / 2 * 8, col = 8 * j + lane % 4 * 2 + e % 2;
+          if (col > row) continue;
+          const float value = first ? c[i][j][e] : sum[row * kSide + col] + c[i][j][e];
+          sum[row * kSide + col] = value;
+          sum[col * kSide + row] = value;
+        }
+      }
+    }
+  }
+};
+
+template <int kSide>
+__device__ void gram_of(const NewtonSchulzMatrix& u, std::int64_t batch, double inverse, std::int64_t begin,
+                        std::int64_t end, float* out, __nv_bfloat16) {
+  constexpr int kBlocks = kSide / 16, kPadded = kSide + 8;
+  __shared__ __align__(16) __nv_bfloat16 rows[kWarps][16][kPadded];  // of a tall matrix
+  __shared__ float sum[kSide * kSide];
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  const __nv_bfloat16* const matrix = row_of<const __nv_bfloat16>(u, batch, 0);
+  const bool vectors = reinterpret_cast<std::uintptr_t>(matrix) % 16 == 0 && u.row_stride % 8 == 0;
+  const PowerScale scale(SplitFactor(inverse).exponent);
+  GramSums<kSide> sums;
+  Fragment f[kBlocks];
+  if (u.is_wide()) {
+    // A lane reads eight positions of its rows. Which of a step's positions a word belongs to does not matter, as long
+    // as it is the same for all rows.
+    for (std::int64_t at = begin + warp * 32; at < end; at += kWarps * 32) {
+      uint4 upper[kBlocks], lower[kBlocks];
+      const std::int64_t mine = at + lane % 4 * 8;
+#pragma unroll
+      for (int i = 0; i < kBlocks; ++i) {
+        const int row = 16 * i + lane / 4;
+        upper[i] = scale(load_eight(matrix + row * u.row_stride + mine, row < u.rows ? end - mine : 0, vectors));
+        lower[i] =
+            scale(load_eight(matrix + (row + 8) * u.row_stride + mine, row + 8 < u.rows ? end - mine : 0, vectors));
+        f[i] = {{upper[i].x, upper[i].y}, {lower[i].x, lower[i].y}};
+      }
+      sums.add(f);
+#pragma unroll
+      for (int i = 0; i < kBlocks; ++i) f[i] = {{upper[i].z, upper[i].w}, {lower[i].z, lower[i].w}};
+      sums.add(f);
+    }
+  } else {
+    for (std::int64_t at = begin + warp * 16; at < end; at += kWarps * 16) {
+      __syncwarp();
+#pragma unroll
+      for (int i = 0; i < kBlocks; ++i) {
+        const int piece = lane + 32 * i, row = piece / (2 * kBlocks), col = piece % (2 * kBlocks) * 8;
+        const bool inside = at + row < end;
+        *reinterpret_cast<uint4*>(&rows[warp][row][col]) =
+            scale(load_eight(matrix + (at + row) * u.row_stride + col, inside ? u.cols - col : 0, vectors));
+      }
+      __syncwarp();
+#pragma unroll
+      for (int i = 0; i < kBlocks; ++i) {
+        const auto from = static_cast<std::uint32_t>(
+            __cvta_generic_to_shared(&rows[warp][lane / 16 * 8 + lane % 8][16 * i + lane / 8 % 2 * 8]));
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(f[i].upper[0]), "=r"(f[i].lower[0]), "=r"(f[i].upper[1]), "=r"(f[i].lower[1])
+                     : "r"(from)
+                     : "memory");
+      }
+      sums.add(f);
+    }
+  }
+  for (int w = 0; w < kWarps; ++w) {  // one after the other: always the same order
+    if (w == warp) sums.add_to(sum, w == 0);
+    __syncthreads();
+  }
+  for (int e = static_cast<int>(threadIdx.x); e < kSide * kSide; e += kThreads) out[e] = sum[e];
+}
+
+/// partials[block] = the kSide x kSide Gram matrix of kGramLong positions.
+template <class T, int kSide>
+__global__ void __launch_bounds__(kThreads)
+    skinny_gram(const __grid_constant__ SkinnyStack single, const SkinnyTable table) {
+  __shared__ SkinnyStack s;
+  take_stack(single, table.stacks, table.stack_of_gram_block, s);
+  const std::int64_t block = blockIdx.x - s.first_gram_block, chunks = gram_chunks(s.u);
+  const std::int64_t batch = block / chunks, begin = (block - batch * chunks) * kGramLong;
+  gram_of<kSide>(s.u, batch, table.inverse[s.first_matrix + batch], begin, min(begin + kGramLong, s.u.long_side()),
+                 table.partials + static_cast<std::int64_t>(blockIdx.x) * (kSide * kSide), T{});
 }
 
 /// out = alpha a b + beta c + gamma I. All threads have read a, b and c before any writes, so out may be one of them.
@@ -204,17 +468,20 @@ __device__ void square_product(float alpha, const float* a, const float* b, floa
   __syncthreads();
 }
 
-/// polynomials[batch] = Q of the Gram matrix that is the sum of the partials.
-template <int kSide>
-__global__ void __launch_bounds__(kThreads)
-    skinny_polynomial(const float* partials, std::int64_t chunks, const NewtonSchulzSteps steps, float* polynomials) {
+/// polynomials[matrix] = Q of the Gram matrix that is the sum of the partials.
+template <class T, int kSide>
+__global__ void __launch_bounds__(kThreads) skinny_polynomial(const __grid_constant__ SkinnyStack single,
+                                                              const SkinnyTable table, const NewtonSchulzSteps steps) {
   constexpr int kSize = kSide * kSide;
-  __shared__ float r[kSize], h[kSize], q[kSize];
-  const float* const mine = partials + blockIdx.x * chunks * kSize;
+  __shared__ float r[kSize], h[kSize], q[kSize];  // all that a block may have
+  const SkinnyStack& s = table.stacks ? table.stacks[table.stack_of_matrix[blockIdx.x]] : single;
+  const std::int64_t chunks = gram_chunks(s.u), batch = blockIdx.x - s.first_matrix;
+  const float* const mine = table.partials + (s.first_gram_block + batch * chunks) * kSize;
+  const double rest = rest_of_square<T>(table.inverse[blockIdx.x]);
   for (int e = static_cast<int>(threadIdx.x); e < kSize; e += kThreads) {
     double sum = 0;
     for (std::int64_t chunk = 0; chunk < chunks; ++chunk) sum += mine[chunk * kSize + e];
-    r[e] = static_cast<float>(sum);
+    r[e] = static_cast<float>(sum * rest);
     q[e] = e / kSide == e % kSide ? 1.0f : 0.0f;
   }
   __syncthreads();
@@ -228,37 +495,72 @@ __global__ void __launch_bounds__(kThreads)
     square_product<kSide>(1, r, h, 0, nullptr, 0, r);  // R <- R H^2
   }
   for (int e = static_cast<int>(threadIdx.x); e < kSize; e += kThreads)
-    polynomials[blockIdx.x * static_cast<std::int64_t>(kSize) + e] = q[e];
+    table.polynomials[blockIdx.x * static_cast<std::int64_t>(kSize) + e] = q[e];
 }
 
-/// out = Q (u inverse) for one strip of the long side.
+/// out = Q (u inverse), a thread for each position of the long side, which it reads before it writes.
 template <class T, class Out, int kSide>
 __global__ void __launch_bounds__(kThreads)
-    skinny_apply(const NewtonSchulzMatrix u, bool wide, const double* inverse, const float* polynomials,
-                 const NewtonSchulzMatrix out, std::int64_t strips) {
-  constexpr int kPer = kSide / kGrid, kPerLong = kStrip / kGrid;
-  __shared__ float strip[kSide][kStrip + 1];
-  __shared__ float q[kSide * kSide];
-  const std::int64_t batch = blockIdx.x / strips, begin = blockIdx.x % strips * kStrip;
-  for (int e = static_cast<int>(threadIdx.x); e < kSide * kSide; e += kThreads) {
-    q[e] = polynomials[batch * static_cast<std::int64_t>(kSide * kSide) + e];
+    skinny_apply(const __grid_constant__ SkinnyStack single, const SkinnyTable table) {
+  __shared__ SkinnyStack s;
+  __shared__ __align__(16) float q[kSide * kSide];
+  take_stack(single, table.stacks, table.stack_of_apply_block, s);
+  const std::int64_t block = blockIdx.x - s.first_apply_block, chunks = apply_chunks(s.u);
+  const std::int64_t batch = block / chunks, position = (block - batch * chunks) * kThreads + threadIdx.x;
+  const float* const polynomial = table.polynomials + (s.first_matrix + batch) * (kSide * kSide);
+  for (int e = static_cast<int>(threadIdx.x); e < kSide * kSide; e += kThreads) q[e] = polynomial[e];
+  __syncthreads();
+  if (position >= s.u.long_side()) return;
+
+  const bool wide = s.u.is_wide();
+  const int p = static_cast<int>(s.u.short_side());
+  const double inverse = table.inverse[s.first_matrix + batch];
+  const T* const from = row_of<const T>(s.u, batch, wide ? 0 : position) + (wide ? position : 0);
+  Out* const to = row_of<Out>(s.out, batch, wide ? 0 : position) + (wide ? position : 0);
+  const std::int64_t from_step = wide ? s.u.row_stride : 1, to_step = wide ? s.out.row_stride : 1;
+  constexpr int kEight = 8;
+  const auto in_eights = [&](const auto* data) {
+    return !wide && p % kEight == 0 && reinterpret_cast<std::uintptr_t>(data) % (kEight * sizeof(*data)) == 0;
+  };
+  const bool read_eights = in_eights(from), write_eights = in_eights(to);
+  float x[kSide];
+#pragma unroll
+  for (int i = 0; i < kSide; i += kEight) {
+    Pack<T, kEight> eight{};
+    if (read_eights) {
+      if (i < p) eight = *reinterpret_cast<const Pack<T, kEight>*>(from + i);
+    } else {
+#pragma unroll
+      for (int e = 0; e < kEight; ++e) {
+        if (i + e < p) eight.value[e] = from[(i + e) * from_step];
+      }
+    }
+#pragma unroll
+    for (int e = 0; e < kEight; ++e)
+      x[i + e] = i + e < p ? static_cast<float>(to_float(eight.value[e]) * inverse) : 0.0f;
   }
-  load_strip<T, kSide>(u, wide, batch, begin, inverse[batch], strip);  // ends with a barrier
-  const int ti = static_cast<int>(threadIdx.x) / kGrid, tl = static_cast<int>(threadIdx.x) % kGrid;
-  float sum[kPer][kPerLong] = {};
-  for (int k = 0; k < kSide; ++k) {
-    for (int i = 0; i < kPer; ++i) {
-      for (int l = 0; l < kPerLong; ++l) sum[i][l] += q[(ti + i * kGrid) * kSide + k] * strip[k][tl + l * kGrid];
+#pragma unroll 1
+  for (int i = 0; i < p; i += kEight) {
+    Pack<Out, kEight> eight;
+#pragma unroll
+    for (int e = 0; e < kEight; ++e) {
+      float sum = 0;
+#pragma unroll
+      for (int k = 0; k < kSide; k += 4) {
+        const float4 four = *reinterpret_cast<const float4*>(q + (i + e) * kSide + k);
+        sum += four.x * x[k] + four.y * x[k + 1] + four.z * x[k + 2] + four.w * x[k + 3];
+      }
+      eight.value[e] = from_float<Out>(sum);
+    }
+    if (write_eights) {
+      *reinterpret_cast<Pack<Out, kEight>*>(to + i) = eight;
+    } else {
+#pragma unroll
+      for (int e = 0; e < kEight; ++e) {
+        if (i + e < p) to[(i + e) * to_step] = eight.value[e];
+      }
     }
   }
-  __syncthreads();
-  for (int i = 0; i < kPer; ++i) {
-    for (int l = 0; l < kPerLong; ++l) strip[ti + i * kGrid][tl + l * kGrid] = sum[i][l];
-  }
-  __syncthreads();
-  Out* const matrix = row_of<Out>(out, batch, 0);
-  for_each_in_strip(out, wide, begin,
-                    [&](int i, int l, std::int64_t offset) { matrix[offset] = from_float<Out>(strip[i][l]); });
 }
 
 template <class F>
@@ -310,11 +612,9 @@ void newton_schulz_load(const NewtonSchulzMatrix& u, const double* inverse, doub
   const DeviceGuard guard(stream.device());
   with_io_type(u.dtype, [&](auto from) {
     with_type(x.dtype, [&](auto to) {
-      load_kernel<decltype(from), decltype(to)>
-          <<<row_grid(x), kThreads, 0, to_cuda(stream)>>>(u, inverse, scale, x, pieces(x.cols));
+      launch_copy<decltype(from), decltype(to)>({u, x, inverse, scale}, !u.is_wide(), stream);
     });
   });
-  check_launch("newton_schulz");
 }
 
 void newton_schulz_add_identity(const NewtonSchulzMatrix& z, double alpha, double beta, const NewtonSchulzMatrix& q,
@@ -331,42 +631,70 @@ void newton_schulz_store(const NewtonSchulzMatrix& x, double scale, const Newton
   const DeviceGuard guard(stream.device());
   with_type(x.dtype, [&](auto from) {
     with_io_type(out.dtype, [&](auto to) {
-      store_kernel<decltype(from), decltype(to)>
-          <<<row_grid(out), kThreads, 0, to_cuda(stream)>>>(x, static_cast<float>(scale), out, pieces(out.cols));
+      launch_copy<decltype(from), decltype(to)>({x, out, nullptr, scale}, !out.is_wide(), stream);
     });
   });
-  check_launch("newton_schulz");
 }
 
-std::int64_t newton_schulz_skinny_workspace(const NewtonSchulzMatrix& u) {
-  const int side = padded_side(u.short_side());
-  return u.batches * (gram_chunks(u) + 1) * side * side;
-}
+int skinny_side(const NewtonSchulzMatrix& u) { return padded_side(u.short_side()); }
+std::int64_t skinny_gram_blocks(const NewtonSchulzMatrix& u) { return u.batches * gram_chunks(u); }
+std::int64_t skinny_apply_blocks(const NewtonSchulzMatrix& u) { return u.batches * apply_chunks(u); }
 
-void newton_schulz_skinny(const GramFloatArguments& a, float* workspace, StreamRef stream) {
-  const DeviceGuard guard(stream.device());
+namespace {
+
+/// All but the norms. `like` gives the types, and is the stack itself where the table has none.
+void run_skinny(const SkinnyStack& like, const SkinnyTable& table, const NewtonSchulzSteps& steps, StreamRef stream) {
   const cudaStream_t queue = to_cuda(stream);
-  const NewtonSchulzMatrix& u = a.u;
-  const bool wide = u.is_wide();
-  const std::int64_t chunks = gram_chunks(u), strips = (u.long_side() + kStrip - 1) / kStrip;
-  with_side(padded_side(u.short_side()), [&](auto side) {
+  with_side(skinny_side(like.u), [&](auto side) {
     constexpr int kSide = decltype(side)::value;
-    float* const polynomials = workspace + u.batches * chunks * kSide * kSide;
-    with_io_type(u.dtype, [&](auto from) {
+    with_io_type(like.u.dtype, [&](auto from) {
       using T = decltype(from);
-      skinny_gram<T, kSide>
-          <<<static_cast<unsigned>(u.batches * chunks), kThreads, 0, queue>>>(u, wide, a.inverse, chunks, workspace);
+      skinny_gram<T, kSide><<<static_cast<unsigned>(table.gram_blocks), kThreads, 0, queue>>>(like, table);
       check_launch("newton_schulz");
-      skinny_polynomial<kSide>
-          <<<static_cast<unsigned>(u.batches), kThreads, 0, queue>>>(workspace, chunks, a.steps, polynomials);
+      skinny_polynomial<T, kSide><<<static_cast<unsigned>(table.matrices), kThreads, 0, queue>>>(like, table, steps);
       check_launch("newton_schulz");
-      with_io_type(a.out.dtype, [&](auto to) {
-        skinny_apply<T, decltype(to), kSide><<<static_cast<unsigned>(u.batches * strips), kThreads, 0, queue>>>(
-            u, wide, a.inverse, polynomials, a.out, strips);
+      with_io_type(like.out.dtype, [&](auto to) {
+        skinny_apply<T, decltype(to), kSide>
+            <<<static_cast<unsigned>(table.apply_blocks), kThreads, 0, queue>>>(like, table);
       });
       check_launch("newton_schulz");
     });
   });
+}
+
+}  // namespace
+
+void newton_schulz_skinny(const SkinnyTable& table, const NewtonSchulzMatrix& u_like,
+                          const NewtonSchulzMatrix& out_like, double norm_factor, double epsilon,
+                          const NewtonSchulzSteps& steps, StreamRef stream) {
+  const DeviceGuard guard(stream.device());
+  skinny_norms<<<static_cast<unsigned>(table.matrices), kThreads, 0, to_cuda(stream)>>>(table, norm_factor, epsilon);
+  check_launch("newton_schulz");
+  SkinnyStack like;
+  like.u = u_like;
+  like.out = out_like;
+  run_skinny(like, table, steps, stream);
+}
+
+std::int64_t newton_schulz_skinny_workspace(const NewtonSchulzMatrix& u) {
+  const int side = skinny_side(u);
+  return (skinny_gram_blocks(u) + u.batches) * side * side;
+}
+
+void newton_schulz_skinny(const GramFloatArguments& a, float* workspace, StreamRef stream) {
+  const DeviceGuard guard(stream.device());
+  SkinnyStack stack;
+  stack.u = a.u;
+  stack.out = a.out;
+  const std::int64_t size = std::int64_t{1} * skinny_side(a.u) * skinny_side(a.u);
+  SkinnyTable table;
+  table.matrices = a.u.batches;
+  table.gram_blocks = skinny_gram_blocks(a.u);
+  table.apply_blocks = skinny_apply_blocks(a.u);
+  table.inverse = const_cast<double*>(a.inverse);  // read only
+  table.partials = workspace;
+  table.polynomials = workspace + table.gram_blocks * size;
+  run_skinny(stack, table, a.steps, stream);
 }
 
 }  // namespace rowan::cuda

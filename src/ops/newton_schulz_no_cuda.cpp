@@ -17,6 +17,13 @@ void newton_schulz_add_identity(const NewtonSchulzMatrix&, double, double, const
   unsupported();
 }
 void newton_schulz_store(const NewtonSchulzMatrix&, double, const NewtonSchulzMatrix&, StreamRef) { unsupported(); }
+int skinny_side(const NewtonSchulzMatrix&) { unsupported(); }
+std::int64_t skinny_gram_blocks(const NewtonSchulzMatrix&) { unsupported(); }
+std::int64_t skinny_apply_blocks(const NewtonSchulzMatrix&) { unsupported(); }
+void newton_schulz_skinny(const SkinnyTable&, const NewtonSchulzMatrix&, const NewtonSchulzMatrix&, double, double,
+                          const NewtonSchulzSteps&, StreamRef) {
+  unsupported();
+}
 std::int64_t newton_schulz_skinny_workspace(const NewtonSchulzMatrix&) { unsupported(); }
 void newton_schulz_skinny(const GramFloatArguments&, float*, StreamRef) { unsupported(); }
 

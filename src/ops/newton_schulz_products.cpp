@@ -4,6 +4,7 @@
 #include <cmath>
 #include <utility>
 
+#include "ops/symmetric_product_backend.h"
 #include "rowan/ops/gemm.h"
 
 namespace rowan::detail {
@@ -22,16 +23,65 @@ NewtonSchulzMatrix as_matrix(const Tensor& t) {
   return {t.raw(), t.dtype(), t.size(0), t.size(1), t.size(2), t.stride(0), t.stride(1)};
 }
 
-/// X, its Gram matrix and its product with a p x p matrix, on the short side.
+void add_identity(const Tensor& z, double alpha, double beta, Tensor& q, StreamRef stream) {
+  if (stream.device().is_cuda()) {
+    cuda::newton_schulz_add_identity(as_matrix(z), alpha, beta, as_matrix(q), stream);
+  } else {
+    cpu::newton_schulz_add_identity(as_matrix(z), alpha, beta, as_matrix(q));
+  }
+}
+
+/// Products of matrices [batches, p, ..] that are known to be symmetric: by a kernel that computes half of them where
+/// there is one and it is faster, else whole.
+class SymmetricProducts {
+ public:
+  SymmetricProducts(bool allow_tf32, StreamRef stream) : allow_tf32_(allow_tf32), stream_(stream) {}
+
+  /// out = alpha a a^T.
+  void gram(double alpha, const Tensor& a, Tensor& out) {
+    if (by_triangle(alpha, a, a, 0, out, 0, out)) return;
+    gemm(a, a.transpose(1, 2), out, stream_, {.alpha = alpha});
+  }
+  /// out = alpha a b + beta c + gamma I for symmetric matrices that commute.
+  void product(double alpha, const Tensor& a, const Tensor& b, double beta, const Tensor& c, double gamma,
+               Tensor& out) {
+    if (by_triangle(alpha, a, b, beta, c, gamma, out)) return;
+    out.copy_from(c, stream_);
+    gemm(a, b, out, stream_, {.alpha = alpha, .beta = beta, .allow_tf32 = allow_tf32_});
+    if (gamma != 0) add_identity(out, 1, gamma, out, stream_);
+  }
+
+ private:
+  static SymmetricOperand operand(const Tensor& t) { return {t.raw(), t.stride(1), t.stride(0)}; }
+
+  bool by_triangle(double alpha, const Tensor& a, const Tensor& b, double beta, const Tensor& c, double gamma,
+                   Tensor& out) {
+    if (!stream_.device().is_cuda()) return false;
+    const SymmetricProductArguments arguments{out.dtype(), out.size(0),  out.size(1), a.size(2), operand(a), operand(b),
+                                              operand(c),  operand(out), alpha,       beta,      gamma};
+    if (!cuda::symmetric_product_pays(arguments, stream_)) return false;
+    if (!workspace_.defined()) {
+      const auto floats = static_cast<std::int64_t>(sizeof(float));
+      workspace_ = Tensor::zeros({cuda::symmetric_product_workspace(stream_) / floats}, DType::kFloat32, stream_);
+    }
+    cuda::symmetric_product(arguments, workspace_.raw(), stream_);
+    return true;
+  }
+
+  bool allow_tf32_;
+  StreamRef stream_;
+  Tensor workspace_;
+};
+
+/// X with its short side first: its rows are the short side's, whichever way round u lies.
 class ShortSide {
  public:
   ShortSide(const NewtonSchulzMatrix& u, DType dtype, StreamRef stream)
-      : wide_(u.is_wide()),
-        stream_(stream),
-        x_(Tensor::empty({u.batches, padded(u.rows), padded(u.cols)}, dtype, stream)),
+      : stream_(stream),
+        x_(Tensor::empty({u.batches, padded(u.short_side()), padded(u.long_side())}, dtype, stream)),
         next_(Tensor::empty(x_.shape(), dtype, stream)) {}
 
-  std::int64_t side() const { return wide_ ? x_.size(1) : x_.size(2); }
+  const Tensor& x() const { return x_; }
 
   void load(const NewtonSchulzMatrix& u, const Tensor& inverse, double scale) {
     if (stream_.device().is_cuda()) {
@@ -47,53 +97,33 @@ class ShortSide {
       cpu::newton_schulz_store(as_matrix(x_), scale, out);
     }
   }
-  /// gram = alpha X X^T (X^T X where X is tall).
-  void gram(double alpha, Tensor& gram) const {
-    const Tensor transposed = x_.transpose(1, 2);
-    gemm(wide_ ? x_ : transposed, wide_ ? transposed : x_, gram, stream_, {.alpha = alpha});
-  }
-  /// X <- alpha q X + beta X (X q where X is tall).
+  /// X <- alpha q X + beta X.
   void apply(double alpha, const Tensor& q, double beta) {
     if (beta != 0) next_.copy_from(x_, stream_);
-    gemm(wide_ ? q : x_, wide_ ? x_ : q, next_, stream_, {.alpha = alpha, .beta = beta});
+    gemm(q, x_, next_, stream_, {.alpha = alpha, .beta = beta});
     std::swap(x_, next_);
   }
 
  private:
-  bool wide_;
   StreamRef stream_;
   Tensor x_;
   Tensor next_;
 };
-
-/// out = alpha a b + beta c for symmetric matrices that commute, so that the result is symmetric too.
-void symmetric_product(double alpha, const Tensor& a, const Tensor& b, double beta, const Tensor& c, Tensor& out,
-                       bool allow_tf32, StreamRef stream) {
-  out.copy_from(c, stream);
-  gemm(a, b, out, stream, {.alpha = alpha, .beta = beta, .allow_tf32 = allow_tf32});
-}
-
-void add_identity(const Tensor& z, double alpha, double beta, Tensor& q, StreamRef stream) {
-  if (stream.device().is_cuda()) {
-    cuda::newton_schulz_add_identity(as_matrix(z), alpha, beta, as_matrix(q), stream);
-  } else {
-    cpu::newton_schulz_add_identity(as_matrix(z), alpha, beta, as_matrix(q));
-  }
-}
 
 }  // namespace
 
 void newton_schulz_standard(const NewtonSchulzMatrix& u, const NewtonSchulzMatrix& out, const Tensor& inverse,
                             const NewtonSchulzSteps& steps, StreamRef stream) {
   ShortSide x(u, DType::kBFloat16, stream);
-  const Shape square{u.batches, x.side(), x.side()};
+  SymmetricProducts products(false, stream);
+  const Shape square{u.batches, x.x().size(1), x.x().size(1)};
   Tensor gram = Tensor::empty(square, DType::kBFloat16, stream),
          polynomial = Tensor::empty(square, DType::kBFloat16, stream);
   x.load(u, inverse, 1);
   for (int i = 0; i < steps.count; ++i) {
     const auto& [a, b, c] = steps.step[i];
-    x.gram(1, gram);
-    symmetric_product(c, gram, gram, b, gram, polynomial, false, stream);
+    products.gram(1, x.x(), gram);
+    products.product(c, gram, gram, b, gram, 0, polynomial);
     x.apply(1, polynomial, a);
   }
   x.store(1, out);
@@ -109,11 +139,12 @@ void newton_schulz_gram(const NewtonSchulzMatrix& u, const NewtonSchulzMatrix& o
   const double s = storage.scaled ? power_of_two_near(p, 12) : 1;
 
   ShortSide x(u, storage.dtype, stream);
-  const Shape square{u.batches, x.side(), x.side()};
   const bool tf32 = storage.tf32_from > 0 && u.short_side() >= storage.tf32_from;
+  SymmetricProducts products(tf32, stream);
+  const Shape square{u.batches, x.x().size(1), x.x().size(1)};
   const auto make = [&] { return Tensor::empty(square, storage.dtype, stream); };
   const auto product = [&](const Tensor& left, const Tensor& right, double beta, const Tensor& added, Tensor& result) {
-    symmetric_product(1 / s, left, right, beta, added, result, tf32, stream);
+    products.product(1 / s, left, right, beta, added, 0, result);
   };
   Tensor r = make(), z = make(), t = make(), h = make(), next = make();
 
@@ -121,10 +152,14 @@ void newton_schulz_gram(const NewtonSchulzMatrix& u, const NewtonSchulzMatrix& o
   x.load(u, inverse, scale);
   for (int begin = 0; begin < steps.count;) {
     const int end = storage.steps_a_restart > 0 ? std::min(steps.count, begin + storage.steps_a_restart) : steps.count;
-    x.gram(s / (scale * scale), r);
+    products.gram(s / (scale * scale), x.x(), r);
     for (int i = begin; i < end; ++i) {
       const auto& [a, b, c] = steps.step[i];
-      symmetric_product(c / s, r, r, b, r, z, tf32, stream);  // Z = b R + c R^2
+      if (end - begin == 1) {
+        products.product(c / (s * s), r, r, b / s, r, a, h);  // Q = a I + b R + c R^2
+        break;
+      }
+      products.product(c / s, r, r, b, r, 0, z);  // Z = b R + c R^2
       if (i == begin) {
         add_identity(z, 1 / s, a, h, stream);  // only Q carries the identity
       } else {

@@ -38,6 +38,8 @@ inline MuownOptions muown_options(const ParameterGroup& group, MatrixLayout layo
   options.beta2 = group.beta2;
   options.epsilon = group.epsilon;
   options.cold_rows = group.cold_rows;
+  options.direction = group.direction;
+  options.angular_warmup = group.angular_warmup;
   options.update_scale = group.update_scale;
   options.magnitude_lr = group.magnitude_lr;
   options.row_blocks = std::move(blocks);

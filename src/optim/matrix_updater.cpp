@@ -1,4 +1,5 @@
-// Muown and Muon. They differ in what surrounds Newton-Schulz; matrices of one shape and group share its call.
+// Muown and Muon. They differ in what surrounds Newton-Schulz; matrices of one shape and group share its call, and all
+// matrices of a group with a short side of at most 64 under Muown (the factors of LoRA) are stepped together.
 #include <algorithm>
 #include <map>
 
@@ -28,9 +29,18 @@ struct Bucket {
   std::vector<RowBlock> blocks;  // never empty
   DType update_dtype = DType::kBFloat16;
   std::vector<Member> members;
+  bool is_skinny = false;  // Muown, and every block takes the path skinny
   Tensor updates;          // U [members, shape]
-  Tensor orthogonal;       // O likewise
+  Tensor orthogonal;       // O likewise; skinny: the same memory
   Tensor row_square_sums;  // [members, .., N], Muown
+};
+
+/// Buckets that are stepped together.
+struct Turn {
+  std::vector<Bucket*> buckets;  // one unless they are skinny
+  bool has_gradient = false;
+  MuownBatch rows;  // Muown: of the members that have a gradient
+  SkinnyBatch skinny;
 };
 
 bool is_muown(const Bucket& bucket) { return bucket.group->algorithm == Algorithm::kMuown; }
@@ -55,9 +65,15 @@ Bucket make_bucket(const OptimizedParameter& p) {
   require(blocks_rows == rows, "{}: expected row_blocks that add up to {} output neurons, got {}", op, rows,
           blocks_rows);
   bucket.options = muown_options(group, p.layout, bucket.blocks);
+  require(group.direction != MuownDirection::kAngular || group.weight_decay == 0,
+          "{}: expected no weight decay with the angular direction, got {}", op, group.weight_decay);
   if (group.algorithm == Algorithm::kMuown) {
     const MuownSupport support = muown_supported(p.master, bucket.options);
     require(support.supported, "{}: {}", op, support.reason);
+    bucket.is_skinny = std::all_of(bucket.blocks.begin(), bucket.blocks.end(), [&](const RowBlock& block) {
+      return resolve_newton_schulz_path(group.newton_schulz.path, block.rows, columns(p.master, p.layout)) ==
+             NewtonSchulzPath::kSkinny;
+    });
   }
   return bucket;
 }
@@ -86,23 +102,25 @@ class MatrixUpdater final : public Updater {
     }
     make_workspace(stream);
     for (Bucket& bucket : buckets_) make_state(bucket, stream);
+    for (Bucket& bucket : buckets_) turn_of(bucket).buckets.push_back(&bucket);
   }
 
-  void apply(std::span<const Tensor> gradients, bool, StreamRef stream, Communicator&) override {
-    for (Bucket& bucket : buckets_) {
-      const auto has_gradient = [&](const Member& m) { return gradients[m.parameter.index].defined(); };
-      if (std::none_of(bucket.members.begin(), bucket.members.end(), has_gradient)) continue;
-      // A member without a gradient leaves what was in its part of U; its O is not used.
-      for (Member& member : bucket.members) {
-        if (has_gradient(member)) prepare(bucket, member, gradients[member.parameter.index], stream);
+  void apply(std::span<const Tensor> gradients, bool moved, StreamRef stream, Communicator&) override {
+    for (Turn& turn : turns_) {
+      if (moved) list_members(turn, gradients, stream);
+      if (!turn.has_gradient) continue;
+      Bucket& bucket = *turn.buckets.front();
+      if (!is_muown(bucket)) {
+        step_muon(bucket, gradients, stream);
+        continue;
       }
-      orthogonalise(bucket, stream);
-      for (std::size_t i = 0; i < bucket.members.size(); ++i) {
-        Member& member = bucket.members[i];
-        if (!has_gradient(member)) continue;
-        const Tensor orthogonal = bucket.orthogonal.select(0, static_cast<std::int64_t>(i));
-        finish(bucket, member, gradients[member.parameter.index], orthogonal, stream);
+      turn.rows.prepare(stream);
+      if (bucket.is_skinny) {
+        turn.skinny.run(stream);
+      } else {
+        orthogonalise(bucket, stream);
       }
+      turn.rows.finish(stream);
     }
   }
 
@@ -121,10 +139,30 @@ class MatrixUpdater final : public Updater {
   }
 
  private:
-  /// Buckets take turns with one U and one O of each dtype.
+  static Shape stacked_shape(const Bucket& bucket) {
+    return stacked(static_cast<std::int64_t>(bucket.members.size()), bucket.members.front().parameter.master.shape());
+  }
+
+  /// Skinny buckets of one group and dtype share a turn.
+  Turn& turn_of(const Bucket& bucket) {
+    const auto same = [&](const Turn& turn) {
+      const Bucket& first = *turn.buckets.front();
+      return bucket.is_skinny && first.is_skinny && first.group == bucket.group &&
+             first.update_dtype == bucket.update_dtype;
+    };
+    const auto found = std::find_if(turns_.begin(), turns_.end(), same);
+    return found != turns_.end() ? *found : turns_.emplace_back();
+  }
+
+  /// Buckets take turns with one U and one O of each dtype; skinny ones have their own.
   void make_workspace(StreamRef stream) {
+    for (Bucket& bucket : buckets_) {
+      if (bucket.is_skinny)
+        bucket.updates = bucket.orthogonal = Tensor::zeros(stacked_shape(bucket), bucket.update_dtype, stream);
+    }
     std::map<DType, std::int64_t> elements;
     for (const Bucket& bucket : buckets_) {
+      if (bucket.is_skinny) continue;
       const auto count = static_cast<std::int64_t>(bucket.members.size());
       std::int64_t& most = elements[bucket.update_dtype];
       most = std::max(most, count * bucket.members.front().parameter.master.elements());
@@ -133,9 +171,8 @@ class MatrixUpdater final : public Updater {
       const Tensor updates = Tensor::zeros({most}, dtype, stream);
       const Tensor orthogonal = Tensor::zeros({most}, dtype, stream);
       for (Bucket& bucket : buckets_) {
-        if (bucket.update_dtype != dtype) continue;
-        const Shape shape =
-            stacked(static_cast<std::int64_t>(bucket.members.size()), bucket.members.front().parameter.master.shape());
+        if (bucket.is_skinny || bucket.update_dtype != dtype) continue;
+        const Shape shape = stacked_shape(bucket);
         bucket.updates = updates.slice(0, 0, shape.elements()).reshape(shape);
         bucket.orthogonal = orthogonal.slice(0, 0, shape.elements()).reshape(shape);
       }
@@ -167,13 +204,55 @@ class MatrixUpdater final : public Updater {
     }
   }
 
-  static void prepare(const Bucket& bucket, Member& member, const Tensor& gradient, StreamRef stream) {
-    const OptimizedParameter& p = member.parameter;
-    if (is_muown(bucket)) {
-      muown_prepare(p.master, gradient, member.state, bucket.options, p.control, member.update, stream);
-    } else {
-      muon_prepare(gradient, member.state.momentum, bucket.group->momentum, bucket.group->nesterov, p.control,
-                   member.update.update, stream);
+  /// A member without a gradient is left out. (In a stack it leaves what was in its part of U; its O is not used.)
+  static void list_members(Turn& turn, std::span<const Tensor> gradients, StreamRef stream) {
+    std::vector<MuownItem> rows;
+    std::vector<SkinnyItem> skinny;
+    turn.has_gradient = false;
+    for (const Bucket* bucket : turn.buckets) {
+      for (std::size_t i = 0; i < bucket->members.size(); ++i) {
+        const Member& member = bucket->members[i];
+        const OptimizedParameter& p = member.parameter;
+        const Tensor& gradient = gradients[p.index];
+        if (!gradient.defined()) continue;
+        turn.has_gradient = true;
+        if (!is_muown(*bucket)) continue;
+        rows.push_back({p.master,
+                        gradient,
+                        member.state,
+                        bucket->options,
+                        member.update,
+                        bucket->orthogonal.select(0, static_cast<std::int64_t>(i)),
+                        p.copy,
+                        {p.rates, p.step, p.control}});
+        std::int64_t begin = 0;
+        for (const RowBlock& block : bucket->blocks) {
+          if (bucket->is_skinny) {
+            skinny.push_back({rows_of(member.update.update, p.layout, begin, block.rows),
+                              member.update.row_square_sum.slice(-1, begin, begin + block.rows)});
+          }
+          begin += block.rows;
+        }
+      }
+    }
+    const Bucket& first = *turn.buckets.front();
+    if (is_muown(first)) turn.rows = MuownBatch(rows, stream);
+    if (first.is_skinny) turn.skinny = SkinnyBatch(skinny, first.group->newton_schulz, stream);
+  }
+
+  static void step_muon(Bucket& bucket, std::span<const Tensor> gradients, StreamRef stream) {
+    const ParameterGroup& group = *bucket.group;
+    for (Member& m : bucket.members) {
+      const Tensor& gradient = gradients[m.parameter.index];
+      if (gradient.defined())
+        muon_prepare(gradient, m.state.momentum, group.momentum, group.nesterov, m.parameter.control, m.update.update,
+                     stream);
+    }
+    orthogonalise(bucket, stream);
+    for (std::size_t i = 0; i < bucket.members.size(); ++i) {
+      Member& member = bucket.members[i];
+      if (gradients[member.parameter.index].defined())
+        finish_muon(bucket, member.parameter, bucket.orthogonal.select(0, static_cast<std::int64_t>(i)), stream);
     }
   }
 
@@ -190,14 +269,8 @@ class MatrixUpdater final : public Updater {
     }
   }
 
-  static void finish(const Bucket& bucket, Member& member, const Tensor& gradient, const Tensor& orthogonal,
-                     StreamRef stream) {
-    OptimizedParameter& p = member.parameter;
-    if (is_muown(bucket)) {
-      muown_finish(p.master, gradient, member.state, orthogonal, member.update.magnitude_grad, bucket.options,
-                   {p.rates, p.step, p.control}, p.copy.defined() ? &p.copy : nullptr, stream);
-      return;
-    }
+  static void finish_muon(const Bucket& bucket, const OptimizedParameter& p, const Tensor& orthogonal,
+                          StreamRef stream) {
     const MatrixLayout layout = bucket.options.layout;
     std::int64_t begin = 0;
     for (const RowBlock& block : bucket.blocks) {
@@ -211,7 +284,8 @@ class MatrixUpdater final : public Updater {
     }
   }
 
-  std::vector<Bucket> buckets_;
+  std::vector<Bucket> buckets_;  // complete before turns_ point into it
+  std::vector<Turn> turns_;
 };
 
 }  // namespace

@@ -4,6 +4,7 @@
 #include <array>
 #include <cmath>
 #include <limits>
+#include <numeric>
 
 #include "catch.h"
 #include "rowan/core/error.h"
@@ -696,7 +697,129 @@ bool throws_invalid(F&& f) {
   return false;
 }
 
+/// AngularMuown transcribed in float64: rows of u are units, u' = normalised(u - lr kappa c O).
+void check_angular(MatrixLayout layout, DType dtype, StreamRef stream) {
+  const Sizes sizes{{2}, 9, 5};
+  MuownOptions options;
+  options.layout = layout;
+  options.cold_rows = ColdRows::kWarm;
+  options.direction = MuownDirection::kAngular;
+  options.angular_warmup = 2;
+  const double lr = 0.2, scale = std::sqrt(9.0 / 5);
+  Tensor weight = test::random_normal(sizes.matrix(layout), dtype, 31, stream);
+  MuownState state = muown_init(weight, options, stream);
+  std::vector<RowOracle> rows = oracle_rows({sizes, options, dtype, weight, weight, weight, state, {}}, stream);
+  for (RowOracle& row : rows) row.g = std::sqrt(std::inner_product(row.w.begin(), row.w.end(), row.w.begin(), 0.0));
+  for (std::int64_t t = 1; t <= 4; ++t) {
+    const auto seed = static_cast<std::uint64_t>(40 + 2 * t);
+    const Tensor gradient = test::random_normal(weight.shape(), dtype, seed, stream, 0.3);
+    const Tensor orthogonal = test::random_normal(weight.shape(), DType::kFloat32, seed + 1, stream, 0.4);
+    MuownUpdate update = muown_empty_update(weight, options, DType::kFloat32, stream);
+    muown_prepare(weight, gradient, state, options, Tensor(), update, stream);
+    // The decay is not taken.
+    muown_finish(weight, gradient, state, orthogonal, update.magnitude_grad, options, step_of({lr, 0.3, t}, stream),
+                 nullptr, stream);
+    const double kappa = 1 / (1 + 0.001 * static_cast<double>(std::max<std::int64_t>(0, t - 2)));
+    const Values grads = values(gradient, stream), outs = values(orthogonal, stream);
+    const Values w = values(weight, stream), u = values(update.update, stream), r = values(state.norm, stream);
+    Values got, expected;
+    for (std::size_t i = 0; i < rows.size(); ++i) {
+      RowOracle& row = rows[i];
+      const auto index = static_cast<std::int64_t>(i);
+      const Values o = matrix_row(outs, sizes, layout, index), got_u = matrix_row(u, sizes, layout, index),
+                   got_w = matrix_row(w, sizes, layout, index);
+      row.gradient = matrix_row(grads, sizes, layout, index);
+      row.r = 1;
+      row.prepare(options, 1);  // D = g (G - gg u) where r = 1
+      got.insert(got.end(), got_u.begin(), got_u.end());
+      expected.insert(expected.end(), row.u.begin(), row.u.end());
+      row.m = 0.9 * row.m + 0.1 * row.gg;
+      row.v = 0.95 * row.v + 0.05 * row.gg * row.gg;
+      const double steps = static_cast<double>(t);
+      const double step = row.m / (1 - std::pow(0.9, steps)) / (std::sqrt(row.v / (1 - std::pow(0.95, steps))) + 1e-8);
+      Values unit;
+      double square = 0;
+      for (std::size_t j = 0; j < row.w.size(); ++j) {
+        unit.push_back(row.w[j] / row.g - lr * kappa * scale * o[j]);
+        square += unit[j] * unit[j];
+      }
+      row.g = std::copysign(std::max(std::copysign(1.0, row.g) * (row.g - lr * step), 1e-7), row.g);
+      for (std::size_t j = 0; j < row.w.size(); ++j) row.w[j] = row.g * unit[j] / std::sqrt(square);
+      got.insert(got.end(), got_w.begin(), got_w.end());
+      expected.insert(expected.end(), row.w.begin(), row.w.end());
+      CHECK(r[i] == 1);
+    }
+    CAPTURE(t, to_string(dtype));
+    // U is float32; errors grow with the steps.
+    CHECK(test::difference(got, expected).relative_frobenius <=
+          64 * static_cast<double>(t) * unit_roundoff(DType::kFloat32));
+  }
+}
+
+/// Bits of a batch are those of each matrix alone.
+void check_batch(StreamRef stream) {
+  struct Case {
+    Sizes sizes;
+    MatrixLayout layout;
+    std::int64_t gap;
+  };
+  const Case cases[] = {{{{}, 40, 16}, MatrixLayout::kOutIn, 0},  {{{}, 16, 40}, MatrixLayout::kOutIn, 8},
+                        {{{2}, 5, 300}, MatrixLayout::kOutIn, 3}, {{{}, 7, 16}, MatrixLayout::kOutIn, 4},
+                        {{{}, 33, 20}, MatrixLayout::kInOut, 0},  {{{}, 0, 16}, MatrixLayout::kOutIn, 0}};
+  const Rates rates{0.01, 0.1, 3};
+  const auto make = [&](std::vector<Problem>& problems) {
+    for (const Case& c : cases) {
+      MuownOptions options;
+      options.layout = c.layout;
+      problems.push_back(make_problem(c.sizes, options, DType::kFloat32, DType::kBFloat16, stream, c.gap));
+    }
+  };
+  std::vector<Problem> together, alone;
+  make(together);
+  make(alone);
+  const MuownStep step = step_of(rates, stream, control_of(0.5, false, stream));
+  std::vector<MuownItem> items;
+  for (const Problem& p : together)
+    items.push_back({p.weight, p.gradient, p.state, p.options, p.out, p.update, Tensor(), step});
+  const MuownBatch batch(items, stream);
+  batch.prepare(stream);
+  batch.finish(stream);
+  for (std::size_t i = 0; i < alone.size(); ++i) {
+    Problem& p = alone[i];
+    muown_prepare(p.weight, p.gradient, p.state, p.options, step.control, p.out, stream);
+    muown_finish(p.weight, p.gradient, p.state, p.update, p.out.magnitude_grad, p.options, step, nullptr, stream);
+    CAPTURE(i);
+    CHECK((values(together[i].weight, stream) == values(p.weight, stream)));
+    CHECK((values(together[i].out.update, stream) == values(p.out.update, stream)));
+    CHECK((values(together[i].state.norm, stream) == values(p.state.norm, stream)));
+    CHECK((values(together[i].out.row_square_sum, stream) == values(p.out.row_square_sum, stream)));
+  }
+}
+
 }  // namespace
+
+TEST_CASE("Muown with the angular direction follows AngularMuown", "[ops][muown]") {
+  for (const MatrixLayout layout : {MatrixLayout::kOutIn, MatrixLayout::kInOut}) {
+    check_angular(layout, DType::kFloat32, kCpu);
+    check_angular(layout, DType::kFloat64, kCpu);
+  }
+}
+
+TEST_CASE("The angular direction keeps a magnitude from changing its sign", "[ops][muown]") {
+  MuownOptions options;
+  options.cold_rows = ColdRows::kWarm;
+  options.direction = MuownDirection::kAngular;
+  Tensor weight = Tensor::from_host({1, 2}, std::vector<float>{0.6f, 0.8f}, kCpu);
+  MuownState state = muown_init(weight, options, kCpu);
+  const Tensor gradient = Tensor::from_host({1, 2}, std::vector<float>{6, 8}, kCpu);
+  MuownUpdate update = muown_empty_update(weight, options, DType::kFloat32, kCpu);
+  muown_prepare(weight, gradient, state, options, Tensor(), update, kCpu);
+  muown_finish(weight, gradient, state, Tensor::zeros({1, 2}, DType::kFloat32, kCpu), update.magnitude_grad, options,
+               step_of({5.0, 0, 1}, kCpu), nullptr, kCpu);
+  CHECK(values(state.magnitude, kCpu)[0] == Approx(1e-7));
+  options.cold_rows = ColdRows::kFloor;
+  CHECK_FALSE(muown_supported(weight, options).supported);
+}
 
 TEST_CASE("Muown prepare and finish follow the formulas in float32", "[ops][muown]") {
   check_all_sizes(odd_sizes(), DType::kFloat32, DType::kBFloat16, kCpu);
@@ -739,6 +862,8 @@ TEST_CASE("NaN in one row of the gradient stays in that row of the update", "[op
 TEST_CASE("Muown gives the same bits twice", "[ops][muown]") { check_same_bits(kCpu); }
 
 TEST_CASE("Muown starts from the row norms", "[ops][muown]") { check_init(kCpu); }
+
+TEST_CASE("A Muown batch gives each matrix the bits that it gets alone", "[ops][muown]") { check_batch(kCpu); }
 
 TEST_CASE("Muown takes matrices without rows, columns or batches", "[ops][muown]") { check_empty(kCpu); }
 
@@ -878,6 +1003,8 @@ TEST_CASE("Muown on CUDA follows the formulas", "[ops][muown][gpu][sanitize]") {
   const Stream stream(Device::cuda());
   check_all_sizes(odd_sizes(), DType::kFloat32, DType::kBFloat16, stream);
   check_all_sizes(odd_sizes(), DType::kFloat32, DType::kFloat32, stream);
+  for (const MatrixLayout layout : {MatrixLayout::kOutIn, MatrixLayout::kInOut})
+    check_angular(layout, DType::kFloat32, stream);
 }
 
 TEST_CASE("Muown on CUDA takes wide rows, and more than 65535 rows or matrices", "[ops][muown][gpu]") {
@@ -901,6 +1028,7 @@ TEST_CASE("Muown on CUDA treats row blocks, zero rows and skipped steps like the
   check_same_bits(stream);
   check_init(stream);
   check_empty(stream);
+  check_batch(stream);
 }
 
 }  // namespace rowan

@@ -528,6 +528,30 @@ Matrix exact_polynomial_by_gemm(const Matrix& u) {
   return to_matrix(x, kCpu);
 }
 
+/// Bits of a batch in place are those of each matrix alone.
+void check_skinny_batch(StreamRef stream) {
+  const Shape shapes[] = {{16, 300}, {1025, 16}, {3, 5}, {2, 64, 90}, {2100, 33}, {17, 17}, {8, 0}};
+  for (const DType dtype : {DType::kBFloat16, DType::kFloat32}) {
+    std::vector<SkinnyItem> items;
+    std::vector<Values> expected;
+    for (const Shape& shape : shapes) {
+      const Tensor u = test::random_normal(shape, dtype, 300 + items.size(), stream);
+      const Values x = values(u, stream);
+      std::vector<std::int64_t> rows(shape.extents().begin(), shape.extents().end() - 1);
+      Values sums(static_cast<std::size_t>(Shape(std::span<const std::int64_t>(rows)).elements()));
+      for (std::size_t e = 0; e < x.size(); ++e) sums[e / static_cast<std::size_t>(shape[shape.rank() - 1])] += x[e] * x[e];
+      const Tensor square_sums = Tensor::from_host(Shape(std::span<const std::int64_t>(rows)), sums, stream);
+      expected.push_back(values(run(u, {}, NewtonSchulzPath::kSkinny, stream, dtype, &square_sums), stream));
+      items.push_back({u, square_sums});
+    }
+    SkinnyBatch(items, {}, stream).run(stream);
+    for (std::size_t i = 0; i < items.size(); ++i) {
+      CAPTURE(i, to_string(dtype));
+      CHECK((values(items[i].matrices, stream) == expected[i]));
+    }
+  }
+}
+
 }  // namespace
 
 TEST_CASE("Every Newton-Schulz path is at least as accurate as the standard one", "[ops][newton_schulz]") {
@@ -647,6 +671,10 @@ TEST_CASE("The exact polar factor has singular values of one, or zero where the 
   }
 }
 
+TEST_CASE("A skinny batch gives each matrix the bits that it gets alone", "[ops][newton_schulz]") {
+  check_skinny_batch(kCpu);
+}
+
 TEST_CASE("Newton-Schulz paths and schedules have names", "[ops][newton_schulz]") {
   for (const NewtonSchulzPath path : {NewtonSchulzPath::kAuto, NewtonSchulzPath::kStandard, NewtonSchulzPath::kGram,
                                       NewtonSchulzPath::kSkinny, NewtonSchulzPath::kGramFp32, NewtonSchulzPath::kSvd}) {
@@ -713,6 +741,7 @@ TEST_CASE("Newton-Schulz on CUDA behaves like the CPU", "[ops][newton_schulz][gp
   check_nan(stream);
   check_same_bits(stream);
   check_empty(stream);
+  check_skinny_batch(stream);
 }
 
 TEST_CASE("Newton-Schulz on CUDA is scale invariant, follows schedules and takes many matrices",

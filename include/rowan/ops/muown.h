@@ -5,6 +5,8 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -17,6 +19,15 @@ namespace rowan {
 enum class ColdRows {
   kFloor,  ///< its magnitude counts as eps, as in NeMo Automodel
   kWarm,   ///< it takes the direction of its first update: u = -O/||O||, magnitude from 0 by Adam, r = max(|g|, eps)
+};
+
+/// What a row's direction is.
+enum class MuownDirection {
+  kUnnormalised,  ///< Muown: moved as a vector of length r, which is remembered from step to step
+  /// AngularMuown (arXiv 2606.23637): kept at length 1, so r = 1; steps of lr kappa_t sqrt(max(1, rows / columns)) with
+  /// kappa_t = 1 / (1 + 0.001 max(0, t - angular_warmup)); magnitudes never pass through zero; no weight decay; cold
+  /// rows start warm.
+  kAngular,
 };
 
 /// A run of output neurons that is orthogonalised by itself (the q, k, v parts of a fused projection).
@@ -36,6 +47,8 @@ struct MuownOptions {
   double beta2 = 0.95;
   double epsilon = 1e-8;
   ColdRows cold_rows = ColdRows::kFloor;
+  MuownDirection direction = MuownDirection::kUnnormalised;
+  std::int64_t angular_warmup = 0;  ///< steps before kappa_t falls; kAngular
   double update_scale = 1.0;
   double magnitude_lr = 1.0;         ///< the magnitude's learning rate is lr times this
   std::vector<RowBlock> row_blocks;  ///< empty: all rows are one block. Else the rows add up to N.
@@ -76,14 +89,14 @@ struct MuownSupport {
 
 /// Whether the operations below take such a weight with these options; never throws for a bad weight or option. A
 /// weight has rank 2 to 4, float32 (float64 on the CPU), adjacent elements in its last dimension, any row stride, and
-/// leading dimensions that one stride walks.
+/// leading dimensions that one stride walks. kAngular wants cold_rows kWarm.
 MuownSupport muown_supported(const Tensor& weight, const MuownOptions& options);
 
 /// c = update_scale 0.2 sqrt(max(rows, columns)): the factor that gives an orthogonal update the size of an Adam step.
 double muown_scale(std::int64_t global_rows, std::int64_t columns, double update_scale = 1.0);
 
 /// Creates the state of a weight: g = r = max(||W_i||, eps) and zeros; with ColdRows::kWarm an all-zero row starts with
-/// g = 0, r = eps. Throws InvalidArgument where muown_supported says no.
+/// g = 0, r = eps; with kAngular every r is 1. Throws InvalidArgument where muown_supported says no.
 MuownState muown_init(const Tensor& weight, const MuownOptions& options, StreamRef stream);
 
 /// Allocates what muown_prepare writes (without `direction`); `dtype` is that of the update.
@@ -112,10 +125,44 @@ void muown_prepare(const Tensor& weight, const Tensor& gradient, MuownState& sta
 /// gg = <G_i, u> with control's factor in G (the only use of `gradient`, which may be undefined under kFloor), Adam as
 /// above, W' = g' u, r' = max(|g'|, eps), no decay. `value`, when given, receives W' rounded to its dtype (bfloat16,
 /// float16 or float32, shape of the weight, own row stride), kept rows included. When control says skip, nothing is
-/// written. Inputs are preserved. Throws InvalidArgument when shapes, dtypes, strides, devices or options do not fit,
-/// or outputs overlap inputs.
+/// written. With kAngular the factor of O is the one described there, r' = 1, g' = copysign(max(|g'|, 1e-7), g), and w
+/// is taken as 0. Inputs are preserved. Throws InvalidArgument when shapes, dtypes, strides, devices or options do not
+/// fit, or outputs overlap inputs.
 void muown_finish(Tensor& weight, const Tensor& gradient, MuownState& state, const Tensor& update,
                   const Tensor& magnitude_grad, const MuownOptions& options, const MuownStep& step, Tensor* value,
                   StreamRef stream);
+
+/// One matrix of a batch: the arguments of muown_prepare and muown_finish.
+struct MuownItem {
+  Tensor weight;
+  Tensor gradient;
+  MuownState state;
+  MuownOptions options;
+  MuownUpdate update;
+  Tensor orthogonal;  ///< O, the `update` of muown_finish; may be the memory of update.update
+  Tensor value;       ///< undefined: none
+  MuownStep step;
+};
+
+/// Matrices of any shapes that are stepped together again and again. On CUDA those in kOutIn layout take one launch for
+/// each kind of row (up to 16, 32, 64, 128, 512, 1024, 4096, 8192 and more columns), however many they are; the others
+/// one by one. It keeps the tensors alive and owns the tables of their addresses, so that steps of matrices in kOutIn
+/// allocate nothing.
+class MuownBatch {
+ public:
+  MuownBatch() = default;
+  /// Throws InvalidArgument as muown_prepare and muown_finish do.
+  MuownBatch(std::span<const MuownItem> items, StreamRef stream);
+
+  /// muown_prepare of every matrix.
+  void prepare(StreamRef stream) const;
+  /// muown_finish of every matrix.
+  void finish(StreamRef stream) const;
+
+  struct Table;
+
+ private:
+  std::shared_ptr<const Table> table_;
+};
 
 }  // namespace rowan

@@ -4,6 +4,8 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -68,5 +70,28 @@ NewtonSchulzPath resolve_newton_schulz_path(NewtonSchulzPath path, std::int64_t 
 /// for kSvd on CUDA.
 void newton_schulz(const Tensor& u, Tensor& out, const NewtonSchulzOptions& options, StreamRef stream,
                    const Tensor* row_square_sum = nullptr);
+
+/// One entry of a SkinnyBatch: matrices, and their square sums as newton_schulz takes them.
+struct SkinnyItem {
+  Tensor matrices;        ///< U [.., N, K], becomes NS(U)
+  Tensor row_square_sum;  ///< float64 [.., n]
+};
+
+/// Matrices of any shapes with a shorter side of at most 64 that are orthogonalised in place, again and again, by the
+/// path kSkinny. On CUDA four launches for all that share a dtype and pad to the same side (16, 32 or 64). It keeps the
+/// tensors alive and owns the tables of their addresses and the scratch memory, so that run() allocates nothing.
+class SkinnyBatch {
+ public:
+  SkinnyBatch() = default;
+  /// Throws InvalidArgument as newton_schulz does with kSkinny, whatever the path in `options`.
+  SkinnyBatch(std::span<const SkinnyItem> items, const NewtonSchulzOptions& options, StreamRef stream);
+
+  void run(StreamRef stream) const;
+
+  struct Table;
+
+ private:
+  std::shared_ptr<const Table> table_;
+};
 
 }  // namespace rowan

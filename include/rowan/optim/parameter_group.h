@@ -47,6 +47,8 @@ struct ParameterGroup {
   double update_scale = 1.0;
   double magnitude_lr = 1.0;             ///< Muown: magnitudes learn at this multiple of the group's rate
   ColdRows cold_rows = ColdRows::kWarm;  ///< Muown
+  MuownDirection direction = MuownDirection::kUnnormalised;  ///< Muown; kAngular takes no weight decay
+  std::int64_t angular_warmup = 0;                           ///< Muown with kAngular
   std::vector<std::int64_t> row_blocks;  ///< output neurons of each block that is orthogonalised alone; empty: one
   NewtonSchulzOptions newton_schulz;
   /// Of matrices that are split over ranks, where Newton-Schulz's path leaves a choice (skinny, gram_fp32; others have

@@ -1,0 +1,119 @@
+// The launcher of the Hopper kernel.
+#include <algorithm>
+
+#include "core/cuda_check.h"
+#include "ops/symmetric_product_backend.h"
+#include "ops/symmetric_product_sm90.cuh"
+
+namespace rowan::cuda {
+
+namespace {
+
+constexpr const char* kOp = "newton_schulz";
+
+/// Below so many steps of a cluster, starting, sharing tiles and writing them takes longer than a whole product's
+/// second half (H200: 2048 x 2048 x 2048, 17 steps, 33 us against 29; 3072 x 3072 x 3072, 56 steps, 63 us against 83).
+constexpr std::int64_t kLeastSteps = 24;
+
+int clusters_of(StreamRef stream) { return multiprocessor_count(stream.device()) / 2; }
+
+bool is_hopper(Device device) {
+#ifdef ROWAN_WITH_SM90A
+  int major = 0, minor = 0;
+  check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device.index), kOp);
+  check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device.index), kOp);
+  return major == 9 && minor == 0;
+#else
+  (void)device;
+  return false;
+#endif
+}
+
+sm90::SymmetricProblem problem_of(const SymmetricProductArguments& a, StreamRef stream) {
+  sm90::SymmetricProblem p;
+  p.side = static_cast<int>(a.side);
+  p.depth = static_cast<int>(a.depth);
+  p.batches = static_cast<int>(a.batches);
+  p.clusters = clusters_of(stream);
+  p.alpha = static_cast<float>(a.alpha);
+  p.beta = static_cast<float>(a.beta);
+  p.gamma = static_cast<float>(a.gamma);
+  return p;
+}
+
+using EncodeTensorMap = decltype(&cuTensorMapEncodeTiled);
+
+/// The driver's function, found at run time: the library does not link the driver.
+EncodeTensorMap tensor_map_encoder() {
+  static const EncodeTensorMap encoder = [] {
+    void* found = nullptr;
+    cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
+    check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result), kOp);
+    if (result != cudaDriverEntryPointSuccess || !found)
+      throw Error(ErrorKind::kCuda, "newton_schulz: expected cuTensorMapEncodeTiled in the driver, got none");
+    return reinterpret_cast<EncodeTensorMap>(found);
+  }();
+  return encoder;
+}
+
+CUtensorMap tensor_map(const SymmetricOperand& m, std::int64_t rows, std::int64_t cols, std::int64_t batches) {
+  const cuuint64_t extents[] = {static_cast<cuuint64_t>(cols), static_cast<cuuint64_t>(rows),
+                                static_cast<cuuint64_t>(batches)};
+  const cuuint64_t strides[] = {static_cast<cuuint64_t>(m.stride) * sizeof(__half),
+                                static_cast<cuuint64_t>(m.batch_stride) * sizeof(__half)};
+  const cuuint32_t box[] = {sm90::kBox, sm90::kBox, 1}, steps[] = {1, 1, 1};
+  CUtensorMap map;
+  const CUresult status = tensor_map_encoder()(&map, CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 3, m.data, extents, strides, box,
+                                               steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                               CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (status != CUDA_SUCCESS) throw Error(ErrorKind::kCuda, "newton_schulz: expected a tensor map, got an error");
+  return map;
+}
+
+std::int64_t partial_bytes(StreamRef stream) {
+  return std::int64_t{2} * clusters_of(stream) * sm90::kRegisters * sm90::kMultipliers * sizeof(float);
+}
+
+}  // namespace
+
+bool symmetric_product_pays(const SymmetricProductArguments& a, StreamRef stream) {
+  constexpr std::int64_t kMostSide = std::int64_t{1} << 20;
+  if (a.dtype != DType::kFloat16 || a.side % sm90::kBox != 0 || a.depth % sm90::kBox != 0) return false;
+  if (a.side > kMostSide || a.depth > kMostSide || a.batches > kMostSide || !is_hopper(stream.device())) return false;
+  const sm90::SymmetricProblem p = problem_of(a, stream);
+  return p.all_steps() >= kLeastSteps * p.clusters;
+}
+
+std::int64_t symmetric_product_workspace(StreamRef stream) {
+  return partial_bytes(stream) + (2 * clusters_of(stream) + 1) * static_cast<std::int64_t>(sizeof(std::uint32_t));
+}
+
+void symmetric_product(const SymmetricProductArguments& a, void* workspace, StreamRef stream) {
+  const DeviceGuard guard(stream.device());
+  sm90::SymmetricProblem p = problem_of(a, stream);
+  p.partials = static_cast<float*>(workspace);
+  p.signals = reinterpret_cast<std::uint32_t*>(static_cast<std::byte*>(workspace) + partial_bytes(stream));
+  const CUtensorMap first = tensor_map(a.a, a.side, a.depth, a.batches),
+                    second = tensor_map(a.b, a.side, a.depth, a.batches),
+                    addend = tensor_map(a.beta != 0 ? a.c : a.out, a.side, a.side, a.batches);
+  const sm90::Output out{static_cast<__half*>(a.out.data), a.out.stride, a.out.batch_stride};
+
+  check(cudaFuncSetAttribute(sm90::symmetric_product, cudaFuncAttributeMaxDynamicSharedMemorySize, sm90::Ring::kBytes),
+        kOp);
+  cudaLaunchAttribute attributes[2];
+  attributes[0].id = cudaLaunchAttributeClusterDimension;
+  attributes[0].val.clusterDim.x = 2;
+  attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
+  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[1].val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(2 * p.clusters));
+  config.blockDim = dim3(sm90::kThreads);
+  config.dynamicSmemBytes = sm90::Ring::kBytes;
+  config.stream = to_cuda(stream);
+  config.attrs = attributes;
+  config.numAttrs = 2;
+  check(cudaLaunchKernelEx(&config, sm90::symmetric_product, first, second, addend, out, p), kOp);
+}
+
+}  // namespace rowan::cuda
