@@ -114,8 +114,8 @@ ROWAN_HOST_DEVICE inline FinishConstants finish_constants(const MuownFinishArgum
   k.magnitude_rate = a.rates[0] * a.magnitude_lr;
   k.beta1 = a.beta1;
   k.beta2 = a.beta2;
-  k.correction1 = 1 - whole_power(a.beta1, *a.step);
-  k.correction2 = 1 - whole_power(a.beta2, *a.step);
+  k.correction1 = 1 / (1 - whole_power(a.beta1, *a.step));
+  k.correction2 = 1 / (1 - whole_power(a.beta2, *a.step));
   k.epsilon = a.epsilon;
   k.factor = control_factor(a.control);
   k.warm = a.warm;

@@ -47,12 +47,12 @@ struct PrepareFactors {
 
   __device__ PrepareFactors(const MuownPrepareArguments& a, std::int64_t row) {
     const float g = static_cast<const float*>(a.magnitude)[row];
-    const double magnitude = detail::guarded_magnitude(g, static_cast<float>(a.epsilon));
-    const double norm = static_cast<const float*>(a.norm)[row];
+    const float magnitude = detail::guarded_magnitude(g, static_cast<float>(a.epsilon));
+    const float norm = static_cast<const float*>(a.norm)[row];
     gradient = static_cast<float>(detail::control_factor(a.control));
-    inverse = static_cast<float>(1 / magnitude);
-    ratio = static_cast<float>(magnitude / norm);
-    back = static_cast<float>(norm / magnitude);
+    inverse = __frcp_rn(magnitude);
+    ratio = __fdiv_rn(magnitude, norm);
+    back = __fdiv_rn(norm, magnitude);
     mu = static_cast<float>(a.mu);
   }
 };
@@ -60,8 +60,8 @@ struct PrepareFactors {
 /// <G, u> from <G, W>.
 __device__ float magnitude_gradient(const MuownPrepareArguments& a, std::int64_t row, double dot) {
   const float g = static_cast<const float*>(a.magnitude)[row];
-  const double magnitude = detail::guarded_magnitude(g, static_cast<float>(a.epsilon));
-  return static_cast<float>(detail::control_factor(a.control) * dot / magnitude);
+  const float magnitude = detail::guarded_magnitude(g, static_cast<float>(a.epsilon));
+  return static_cast<float>(detail::control_factor(a.control) * dot * static_cast<double>(__frcp_rn(magnitude)));
 }
 
 /// d = w back - rate o.
@@ -72,22 +72,24 @@ struct FinishFactors {
 
   __device__ FinishFactors(const MuownFinishArguments& a, std::int64_t row) {
     magnitude = static_cast<const float*>(a.magnitude)[row];
-    const double guarded = detail::guarded_magnitude(magnitude, static_cast<float>(a.epsilon));
-    back = static_cast<float>(static_cast<const float*>(a.norm)[row] / guarded);
+    const float guarded = detail::guarded_magnitude(magnitude, static_cast<float>(a.epsilon));
+    back = __fdiv_rn(static_cast<const float*>(a.norm)[row], guarded);
     rate = static_cast<float>(detail::direction_rate(a, row % a.shape.neurons));
   }
   __device__ float direction(float w, float o) const { return w * back - rate * o; }
 };
 
-/// The scalar part of one row: updates g, r, m, v and says what becomes of its elements.
-__device__ RowPlan<float> finish_scalars(const MuownFinishArguments& a, std::int64_t row, const FinishSums& sums) {
+/// The scalar part of one row: updates g, r, m, v and says what becomes of its elements. Not inlined: its registers
+/// would add to those of the elements that a thread keeps.
+__device__ __noinline__ RowPlan<float> finish_scalars(const MuownFinishArguments& a, const FinishConstants& constants,
+                                                      std::int64_t row, const FinishSums& sums) {
   float* const magnitude = static_cast<float*>(a.magnitude) + row;
   float* const norm = static_cast<float*>(a.norm) + row;
   float* const first = static_cast<float*>(a.first_moment) + row;
   float* const second = static_cast<float*>(a.second_moment) + row;
   RowState<float> state{*magnitude, *norm, *first, *second};
   const RowPlan<float> plan =
-      detail::finish_row(detail::finish_constants(a), sums, static_cast<const float*>(a.magnitude_grad)[row], state);
+      detail::finish_row(constants, sums, static_cast<const float*>(a.magnitude_grad)[row], state);
   *magnitude = state.magnitude;
   *norm = state.norm;
   *first = state.first_moment;
@@ -109,26 +111,17 @@ constexpr int kBlock = 256;
 constexpr int kQuad = 4;
 constexpr int rows_a_block(int threads) { return threads < kBlock ? kBlock / threads : 1; }
 constexpr int block_size(int threads) { return threads < kBlock ? kBlock : threads; }
-/// Blocks a multiprocessor at least, which bounds the registers. A row that finish keeps needs many.
+/// Blocks a multiprocessor at least, which bounds the registers.
 constexpr int least_prepare_blocks(int threads) { return threads <= kBlock ? 3 : 2; }
-constexpr int least_finish_blocks(int threads, int quads) {
-  return least_prepare_blocks(threads) - (quads > 1 ? 1 : 0);
-}
+constexpr int least_finish_blocks(int threads) { return threads <= kBlock ? 4 : 2; }
 
 template <class T>
 using Quad = Pack<T, kQuad>;
 
-/// This block's matrix, copied to shared memory; `block` becomes its place in the matrix. The matrix is `single` where
-/// the table is empty.
+/// This block's matrix: one of the table, or `single` where that is empty.
 template <class Arguments>
-__device__ void take_matrix(const Arguments& single, const MuownTable<Arguments>& table, Arguments& mine,
-                            std::int64_t& block) {
-  static_assert(sizeof(Arguments) % sizeof(std::int64_t) == 0);
-  const Arguments* const from = table.matrices ? table.matrices + table.matrix_of_block[blockIdx.x] : &single;
-  for (unsigned i = threadIdx.x; i < sizeof(Arguments) / sizeof(std::int64_t); i += blockDim.x)
-    reinterpret_cast<std::int64_t*>(&mine)[i] = reinterpret_cast<const std::int64_t*>(from)[i];
-  __syncthreads();
-  block = blockIdx.x - mine.first_block;
+__device__ const Arguments& matrix_of_block(const Arguments& single, const MuownTable<Arguments>& table) {
+  return table.matrices ? table.matrices[table.matrix_of_block[blockIdx.x]] : single;
 }
 
 template <class T>
@@ -251,11 +244,9 @@ struct RowPosition {
 template <int kThreads, int kQuads, class U>
 __global__ void __launch_bounds__(block_size(kThreads), least_prepare_blocks(kThreads))
     prepare_rows(const __grid_constant__ MuownPrepareArguments single, const MuownTable<MuownPrepareArguments> table) {
-  __shared__ MuownPrepareArguments a;
-  std::int64_t block;
-  take_matrix(single, table, a, block);
+  const MuownPrepareArguments& a = matrix_of_block(single, table);
   if (detail::control_skips(a.control)) return;
-  const RowPosition<kThreads> p(a.shape, block);
+  const RowPosition<kThreads> p(a.shape, blockIdx.x - a.first_block);
   const float* const weight = line_of<const float>(a.weight, p.batch, p.neuron);
   const float* const gradient = line_of<const float>(a.gradient, p.batch, p.neuron);
   float* const momentum = line_of<float>(a.momentum, p.batch, p.neuron);
@@ -271,8 +262,10 @@ __global__ void __launch_bounds__(block_size(kThreads), least_prepare_blocks(kTh
   for_each_quad<kThreads, kQuads>(p.lane, n, [&](std::int64_t j, int k) {
     w[k] = load_quad(weight, j, n, quads);
     g[k] = load_quad(gradient, j, n, quads);
+    float part = 0;  // conversions to double are slow: one for four products
 #pragma unroll
-    for (int e = 0; e < kQuad; ++e) dot[0] += static_cast<double>(w[k].value[e]) * static_cast<double>(g[k].value[e]);
+    for (int e = 0; e < kQuad; ++e) part = fmaf(w[k].value[e], g[k].value[e], part);
+    dot[0] += part;
   });
   row_sum<kThreads>(dot);
 
@@ -310,22 +303,19 @@ __global__ void __launch_bounds__(block_size(kThreads), least_prepare_blocks(kTh
 }
 
 template <class V>
-__device__ void store_value_quad(const MuownFinishArguments& a, std::int64_t line, std::int64_t j, std::int64_t n,
-                                 bool quads, const Quad<float>& x) {
+__device__ void store_value_quad(void* row, std::int64_t j, std::int64_t n, bool quads, const Quad<float>& x) {
   Quad<V> q;
 #pragma unroll
   for (int e = 0; e < kQuad; ++e) q.value[e] = from_float<V>(x.value[e]);
-  store_quad(static_cast<V*>(a.value.data) + line, j, n, quads, q);
+  store_quad(static_cast<V*>(row), j, n, quads, q);
 }
 
 template <int kThreads, int kQuads, class U>
-__global__ void __launch_bounds__(block_size(kThreads), least_finish_blocks(kThreads, kQuads))
+__global__ void __launch_bounds__(block_size(kThreads), least_finish_blocks(kThreads))
     finish_rows(const __grid_constant__ MuownFinishArguments single, const MuownTable<MuownFinishArguments> table) {
-  __shared__ MuownFinishArguments a;
-  std::int64_t block;
-  take_matrix(single, table, a, block);
+  const MuownFinishArguments& a = matrix_of_block(single, table);
   if (detail::control_skips(a.control)) return;
-  const RowPosition<kThreads> p(a.shape, block);
+  const RowPosition<kThreads> p(a.shape, blockIdx.x - a.first_block);
   float* const weight = line_of<float>(a.weight, p.batch, p.neuron);
   const U* const update = line_of<const U>(a.update, p.batch, p.neuron);
   const std::int64_t n = p.inputs;
@@ -337,22 +327,27 @@ __global__ void __launch_bounds__(block_size(kThreads), least_finish_blocks(kThr
   Quad<float> w[kKept ? kQuads : 1];
   Quad<U> o[kKept ? kQuads : 1];
 
+  __shared__ FinishConstants constants;
+  if (threadIdx.x == blockDim.x - 1) constants = detail::finish_constants(a);
   double base[2] = {0, 0};  // d d, moved
+  bool moved = false;
   for_each_quad<kThreads, kQuads>(p.lane, n, [&](std::int64_t j, int k) {
     w[k] = load_quad(weight, j, n, quads);
     o[k] = load_quad(update, j, n, quads);
+    float part = 0;
 #pragma unroll
     for (int e = 0; e < kQuad; ++e) {
-      const float oe = to_float(o[k].value[e]);
-      const double d = f.direction(w[k].value[e], oe);
-      base[0] += d * d;
-      if (f.rate * oe != 0) base[1] = 1;
+      const float oe = to_float(o[k].value[e]), d = f.direction(w[k].value[e], oe);
+      part = fmaf(d, d, part);
+      if (f.rate * oe != 0) moved = true;
     }
+    base[0] += part;
   });
+  base[1] = moved;
   row_sum<kThreads>(base);
   const auto wj = [&](std::int64_t j, int k) { return kKept ? w[k] : load_quad(weight, j, n, quads); };
   const auto oj = [&](std::int64_t j, int k) { return kKept ? o[k] : load_quad(update, j, n, quads); };
-  double more[4] = {0, 0, 0, 0};  // d w, w w, o o, g o
+  double more[5] = {0, 0, 0, 0, 0};  // d w, w w, o o, g o, d d again: with decay these sums cancel each other
   const bool wants_more = decays || maybe_cold;
   if (kThreads < kWarp ? __any_sync(0xFFFFFFFFu, wants_more) : wants_more) {  // alike in all threads of a sum
     const float* const gradient = maybe_cold ? line_of<const float>(a.gradient, p.batch, p.neuron) : nullptr;
@@ -362,8 +357,9 @@ __global__ void __launch_bounds__(block_size(kThreads), least_finish_blocks(kThr
 #pragma unroll
       for (int e = 0; e < kQuad; ++e) {
         const float oe = to_float(oq.value[e]);
-        const double wide = wq.value[e], out = oe;
-        more[0] += wide * f.direction(wq.value[e], oe);
+        const double wide = wq.value[e], out = oe, d = f.direction(wq.value[e], oe);
+        more[0] += wide * d;
+        more[4] += d * d;
         more[1] += wide * wide;
         if (gradient && j + e < n) {
           more[2] += out * out;
@@ -372,19 +368,23 @@ __global__ void __launch_bounds__(block_size(kThreads), least_finish_blocks(kThr
       }
     });
     row_sum<kThreads>(more);
+    base[0] = more[4];
   }
 
   __shared__ RowPlan<float> plans[rows_a_block(kThreads)];
   RowPlan<float>& plan = plans[threadIdx.x / kThreads];
-  sync_row<kThreads>();  // all threads have read g and r
-  if (p.writes) plan = finish_scalars(a, p.row, {base[0], more[0], more[1], more[2], more[3], base[1] != 0});
+  __syncthreads();  // all threads have read g and r, and the constants are there
+  if (p.writes) plan = finish_scalars(a, constants, p.row, {base[0], more[0], more[1], more[2], more[3], base[1] != 0});
   sync_row<kThreads>();
   const RowPlan<float> mine = plan;
-  const std::int64_t value_line = p.batch * a.value.batch_stride + p.neuron * a.value.line_stride;
+  void* value = nullptr;  // of this row
+  if (a.value.data) {
+    const std::int64_t value_line = p.batch * a.value.batch_stride + p.neuron * a.value.line_stride;
+    value = static_cast<std::byte*>(a.value.data) + value_line * (a.value_dtype == DType::kFloat32 ? 4 : 2);
+  }
   const DType value_dtype = a.value_dtype;
   const bool value_quads = a.shape.inputs % kQuad == 0 &&
                            (value_dtype == DType::kFloat32 ? quads_fit<float>(a.value) : quads_fit<__half>(a.value));
-  const bool has_value = a.value.data;
   for_each_quad<kThreads, kQuads>(p.lane, n, [&](std::int64_t j, int k) {
     const Quad<float> wq = wj(j, k);
     const Quad<U> oq = oj(j, k);
@@ -392,13 +392,13 @@ __global__ void __launch_bounds__(block_size(kThreads), least_finish_blocks(kThr
 #pragma unroll
     for (int e = 0; e < kQuad; ++e) x.value[e] = new_weight(mine, f, wq.value[e], to_float(oq.value[e]));
     if (mine.mode != RowMode::kKeep) store_quad(weight, j, n, quads, x);
-    if (!has_value) return;
+    if (!value) return;
     if (value_dtype == DType::kBFloat16) {
-      store_value_quad<__nv_bfloat16>(a, value_line, j, n, value_quads, x);
+      store_value_quad<__nv_bfloat16>(value, j, n, value_quads, x);
     } else if (value_dtype == DType::kFloat16) {
-      store_value_quad<__half>(a, value_line, j, n, value_quads, x);
+      store_value_quad<__half>(value, j, n, value_quads, x);
     } else {
-      store_value_quad<float>(a, value_line, j, n, value_quads, x);
+      store_value_quad<float>(value, j, n, value_quads, x);
     }
   });
 }
@@ -665,7 +665,8 @@ __global__ void finish_row_scalars(const MuownFinishArguments a, const Chunks c,
   load_partials(a.shape, c, p, sums, partials);
   if (threadIdx.y != 0 || !p.inside) return;
   const FinishFactors factors(a, p.row);
-  const RowPlan<float> plan = finish_scalars(a, p.row, {sums[0], sums[1], sums[2], sums[3], sums[4], sums[5] != 0});
+  const RowPlan<float> plan = finish_scalars(a, detail::finish_constants(a), p.row,
+                                             {sums[0], sums[1], sums[2], sums[3], sums[4], sums[5] != 0});
   plans[p.row] = {plan, factors};
 }
 

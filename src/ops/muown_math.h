@@ -45,7 +45,7 @@ struct FinishConstants {
   double magnitude_rate = 0;  ///< lr * magnitude_lr
   double beta1 = 0;
   double beta2 = 0;
-  double correction1 = 1;  ///< 1 - beta1^t
+  double correction1 = 1;  ///< 1 / (1 - beta1^t)
   double correction2 = 1;
   double epsilon = 0;
   double factor = 1;  ///< of the gradient
@@ -99,11 +99,11 @@ ROWAN_HOST_DEVICE inline RowPlan<T> finish_row(const FinishConstants& k, const F
                                                RowState<T>& row) {
   const bool cold = may_be_cold(k, row.magnitude) && sums.ww == 0;
   if (cold && sums.oo == 0) return {};
-  const double length = sqrt(sums.oo);
+  const double length = cold ? sqrt(sums.oo) : 1.0;
   const double gg = cold ? -k.factor * sums.go / length : static_cast<double>(magnitude_grad);
   const double m = k.beta1 * row.first_moment + (1 - k.beta1) * gg;
   const double v = k.beta2 * row.second_moment + (1 - k.beta2) * gg * gg;
-  double moved = row.magnitude - k.magnitude_rate * (m / k.correction1) / (sqrt(v / k.correction2) + k.epsilon);
+  double moved = row.magnitude - k.magnitude_rate * (m * k.correction1) / (sqrt(v * k.correction2) + k.epsilon);
   if (k.angular && !cold) {
     const double size = at_least(row.magnitude < 0 ? -moved : moved, kLeastAngularMagnitude);
     moved = row.magnitude < 0 ? -size : size;
