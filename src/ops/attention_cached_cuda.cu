@@ -18,7 +18,7 @@ constexpr int kThreads = 32 * kWarps;
 /// a head of up to 32 kPerLane.
 template <int kPerLane>
 struct Partial {
-  float maximum = __int_as_float(0xFF800000);  // -infinity
+  float maximum = -INFINITY;  // -infinity
   float sum = 0;
   float out[kPerLane] = {};
 

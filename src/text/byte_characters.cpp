@@ -1,5 +1,6 @@
 #include "text/byte_characters.h"
 
+#include <cstdint>
 #include <array>
 
 #include "text/utf8.h"
