@@ -18,7 +18,7 @@ constexpr int kThreads = 32 * kWarps;
 /// a head of up to 32 kPerLane.
 template <int kPerLane>
 struct Partial {
-  float maximum = -INFINITY;  // -infinity
+  float maximum = -INFINITY;
   float sum = 0;
   float out[kPerLane] = {};
 

@@ -1,7 +1,7 @@
 #include "text/byte_characters.h"
 
-#include <cstdint>
 #include <array>
+#include <cstdint>
 
 #include "text/utf8.h"
 

@@ -68,10 +68,10 @@ TEST_CASE("Conversations are written as the model's own chat template does") {
       if (expected["text"].is_null()) {
         CHECK_THROWS_AS(chat.render(messages), Error);
       } else if (!forgets) {
-        CHECK(joined(chat.render(messages)) == expected["text"]);
-        CHECK(chat.prompt(messages) == expected["prompt"]);
+        CHECK(joined(chat.render(messages)) == expected["text"].get<std::string>());
+        CHECK(chat.prompt(messages) == expected["prompt"].get<std::string>());
       } else {
-        CHECK(joined(chat.render(messages)) != expected["text"]);
+        CHECK(joined(chat.render(messages)) != expected["text"].get<std::string>());
         CHECK(joined(chat.render(messages)).find(messages[0].content + "\n\n") != std::string::npos);
       }
     }

@@ -2,7 +2,7 @@
 """Compares rowan's tokenizers with Hugging Face's tokenizers library on random texts and tokens.
 
     pip install tokenizers
-    python tests/interop/tokenizers.py build/bin/rowan-tests [--count 2000] [--seed 0] [DIRECTORY...]
+    python tests/interop/tokenizers_check.py build/bin/rowan-tests [--count 2000] [--seed 0] [DIRECTORY...]
 
 Every DIRECTORY holds a tokenizer.json; the default is those of tests/data/tokenizers. What the library gives goes to a
 temporary copy of each, which a hidden test case of rowan-tests reads.
