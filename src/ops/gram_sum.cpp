@@ -21,13 +21,29 @@ NewtonSchulzMatrix as_matrix(const Tensor& t) {
   return {t.raw(), t.dtype(), v.batches, v.rows, v.cols, v.batch_stride, v.row_stride};
 }
 
+/// Matrices of equal shapes with adjacent rows, cut into rows anew so that they are not tall: newton_schulz_load and
+/// newton_schulz_store would transpose a tall matrix, and only want its elements in order here.
+NewtonSchulzMatrix as_wide(const Tensor& t) {
+  NewtonSchulzMatrix m = as_matrix(t);
+  require(m.is_wide() || m.row_stride == m.cols, "{}: expected adjacent rows, got a row stride of {} for {}", kOp,
+          m.row_stride, t.shape());
+  std::int64_t joined = 1;
+  while (m.rows % joined != 0 || m.rows / joined > m.cols * joined) ++joined;
+  if (joined > 1) {
+    m.rows /= joined;
+    m.cols *= joined;
+    m.row_stride = m.cols;
+  }
+  return m;
+}
+
 /// to = factors[b] from, for each matrix b.
 void scale_into(const Tensor& from, const Tensor& factors, Tensor& to, StreamRef stream) {
   if (from.elements() == 0) return;
   if (stream.device().is_cuda()) {
-    cuda::newton_schulz_load(as_matrix(from), factors.data<double>(), 1, as_matrix(to), stream);
+    cuda::newton_schulz_load(as_wide(from), factors.data<double>(), 1, as_wide(to), stream);
   } else {
-    cpu::newton_schulz_load(as_matrix(from), factors.data<double>(), 1, as_matrix(to));
+    cpu::newton_schulz_load(as_wide(from), factors.data<double>(), 1, as_wide(to));
   }
 }
 
@@ -128,9 +144,9 @@ void gram_apply(const Tensor& x, MatrixLayout layout, const Tensor& h, Tensor& o
   gemm(out_in ? x : h, out_in ? h : x, sums, stream, {.allow_tf32 = !wide && h.size(-1) >= kTf32Side});
   if (wide) return;
   if (stream.device().is_cuda()) {
-    cuda::newton_schulz_store(as_matrix(sums), 1, as_matrix(out), stream);
+    cuda::newton_schulz_store(as_wide(sums), 1, as_wide(out), stream);
   } else {
-    cpu::newton_schulz_store(as_matrix(sums), 1, as_matrix(out));
+    cpu::newton_schulz_store(as_wide(sums), 1, as_wide(out));
   }
 }
 
