@@ -13,6 +13,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/../third_party/build.sh"
 mkdir -p "$logs"
 table=()
 failed=0
+cores=$(nproc)
 
 # timed NAME LOG COMMAND...: one row of the table.
 timed() {
@@ -53,14 +54,15 @@ for stage in $stages; do
       shards=1
       build/cuda/bin/rowan-tests --help | grep -q shard-count && shards=4
       for ((shard = 0; shard < shards; ++shard)); do
-        together "rowan-tests, part $((shard + 1)) of $shards" "tests-$shard.log" build/cuda/bin/rowan-tests \
+        together "rowan-tests, part $((shard + 1)) of $shards" "tests-$shard.log" \
+          env ROWAN_TUNE=0 OMP_NUM_THREADS=$(((cores + shards - 1) / shards)) build/cuda/bin/rowan-tests \
           $( ((shards > 1)) && echo --shard-count $shards --shard-index $shard)
       done
       finish_together
       ;;
     sanitize)
       for tool in ${SANITIZE_TOOLS:-memcheck racecheck initcheck synccheck}; do
-        together "compute-sanitizer $tool" "$tool.log" compute-sanitizer --tool "$tool" --error-exitcode 9 build/cuda/bin/rowan-tests "[sanitize]"
+        together "compute-sanitizer $tool" "$tool.log" env ROWAN_TUNE=0 compute-sanitizer --tool "$tool" --error-exitcode 9 build/cuda/bin/rowan-tests "[sanitize]"
       done
       finish_together
       ;;
