@@ -75,7 +75,8 @@ void MetricsWriter::write(const MetricRecord& record) {
   const int error = write_all(file, text);
   if (error == 0) return;
   // A part of the line would spoil the next one.
-  if (S_ISREG(before.st_mode)) static_cast<void>(::ftruncate(file, before.st_size));
+  if (S_ISREG(before.st_mode) && ::ftruncate(file, before.st_size) != 0)
+    fail(path_, std::string(std::strerror(error)) + "; a part of the line stays in the file");
   fail(path_, std::strerror(error));
 }
 
