@@ -43,6 +43,17 @@ finish_together() {
 }
 started=()
 
+# in_shards NAME LOG THREADS [SPECIFICATION] [TOOL...]: the tests as four processes side by side (Catch2 2 knows no shards: one).
+in_shards() {
+  local name=$1 log=$2 threads=$3 specification=${4:-} shards=1 shard
+  shift $(($# < 4 ? 3 : 4))
+  build/cuda/bin/rowan-tests --help | grep -q shard-count && shards=4
+  for ((shard = 0; shard < shards; ++shard)); do
+    together "$name, part $((shard + 1)) of $shards" "$log-$shard.log" env ROWAN_TUNE=0 OMP_NUM_THREADS="$threads" "$@" \
+      build/cuda/bin/rowan-tests ${specification:+"$specification"} $( ((shards > 1)) && echo --shard-count $shards --shard-index $shard)
+  done
+}
+
 build() {
   cmake --preset cuda -DROWAN_CUDA_ARCHS=90a-real -DROWAN_COMMIT="${ROWAN_COMMIT:-}" && cmake --build --preset cuda --parallel "$(nproc)" -- -k 0
 }
@@ -50,19 +61,13 @@ build() {
 for stage in $stages; do
   case $stage in
     build) timed build build.log build || grep -E "error|FAILED" "$logs/build.log" | head -40 ;;
-    tests)  # Catch2 2 knows no shards
-      shards=1
-      build/cuda/bin/rowan-tests --help | grep -q shard-count && shards=4
-      for ((shard = 0; shard < shards; ++shard)); do
-        together "rowan-tests, part $((shard + 1)) of $shards" "tests-$shard.log" \
-          env ROWAN_TUNE=0 OMP_NUM_THREADS=$(((cores + shards - 1) / shards)) build/cuda/bin/rowan-tests \
-          $( ((shards > 1)) && echo --shard-count $shards --shard-index $shard)
-      done
+    tests)
+      in_shards rowan-tests tests $(((cores + 3) / 4))
       finish_together
       ;;
     sanitize)
       for tool in ${SANITIZE_TOOLS:-memcheck racecheck initcheck synccheck}; do
-        together "compute-sanitizer $tool" "$tool.log" env ROWAN_TUNE=0 compute-sanitizer --tool "$tool" --error-exitcode 9 build/cuda/bin/rowan-tests "[sanitize]"
+        in_shards "$tool" "$tool" 1 "[sanitize]" compute-sanitizer --tool "$tool" --error-exitcode 9
       done
       finish_together
       ;;
