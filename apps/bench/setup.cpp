@@ -97,6 +97,7 @@ Setup::Setup(const Options& options) : options_(options), stream_(parse_device(o
   for (float& value : values) value = static_cast<float>(rng.normal());
   pool_ = Tensor::from_host({kPool}, values, stream_);
   if (on_cuda()) l2_bytes_ = static_cast<double>(device_info(stream_.device()).l2_bytes);
+  if (!options.ceilings) return;
   copy_bytes_per_us_ = copy_speed(*this, on_cuda());
   Tensor one = Tensor::zeros({1}, DType::kFloat32, stream_);
   launch_us_ = time_interleaved({{1, [&](int) { fill(one, 0, stream_); }}}, options_.timing, stream_)[0].median;
@@ -137,8 +138,10 @@ Report::Row Setup::environment() const {
     row["driver_cuda"] = fmt::format("{}.{}", info.driver / 1000, info.driver % 1000 / 10);
     row["multiprocessors"] = info.multiprocessors;
   }
-  row["copy_TB_per_s"] = copy_bytes_per_us_ * 1e-6;
-  row["launch_us"] = launch_us_;
+  if (options_.ceilings) {
+    row["copy_TB_per_s"] = copy_bytes_per_us_ * 1e-6;
+    row["launch_us"] = launch_us_;
+  }
   return row;
 }
 

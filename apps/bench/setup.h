@@ -14,9 +14,10 @@ namespace rowan::bench {
 
 struct Options {
   std::string device = "auto";
-  std::string results;  ///< folder for JSON files; empty: none are written
-  bool peers = false;   ///< also time PyTorch and PEFT through python3
-  bool all = false;     ///< every combination instead of one axis at a time
+  std::string results;   ///< folder for JSON files; empty: none are written
+  bool peers = false;    ///< also time PyTorch and PEFT through python3
+  bool all = false;      ///< every combination instead of one axis at a time
+  bool ceilings = true;  ///< measure copy speed and launch time first
   TimingOptions timing;
 };
 
@@ -60,7 +61,7 @@ class Setup {
   /// Overwrites a tensor of rank 2 with such values.
   void randomize(const Tensor& tensor, double scale = 1);
 
-  /// Card, driver, versions, commit, date, copy speed and launch time.
+  /// Card, driver, versions, commit, date; copy speed and launch time where measured.
   Report::Row environment() const;
 
  private:
