@@ -6,26 +6,17 @@
 #include "core/cuda_check.h"
 #include "ops/device_types.cuh"
 #include "ops/muown_backend.h"
+#include "ops/muown_device.cuh"
+#include "ops/muown_short_rows.cuh"
 
 namespace rowan::cuda {
 
 namespace {
 
 using detail::FinishConstants;
-using detail::FinishSums;
-using detail::RowMode;
-using detail::RowPlan;
-using detail::RowState;
-
-constexpr int kWarp = 32;
 
 /// The larger magnitude; NaN wins.
 __device__ float larger(float a, float b) { return (b > a || isnan(b)) ? b : a; }
-
-template <class T>
-__device__ T* line_of(const MuownOperand& operand, std::int64_t batch, std::int64_t line) {
-  return static_cast<T*>(operand.data) + batch * operand.batch_stride + line * operand.line_stride;
-}
 
 __device__ void store_value(const MuownFinishArguments& a, std::int64_t offset, float x) {
   if (a.value_dtype == DType::kBFloat16) {
@@ -38,14 +29,14 @@ __device__ void store_value(const MuownFinishArguments& a, std::int64_t offset, 
 }
 
 /// The factors of prepare's elements: u = w inverse, D = ratio (G - u gg).
-struct PrepareFactors {
+struct RowPrepareFactors {
   float gradient;  // of control
   float inverse;
   float ratio;
   float back;  // of the direction d0
   float mu;
 
-  __device__ PrepareFactors(const MuownPrepareArguments& a, std::int64_t row) {
+  __device__ RowPrepareFactors(const MuownPrepareArguments& a, std::int64_t row) {
     const float g = static_cast<const float*>(a.magnitude)[row];
     const float magnitude = detail::guarded_magnitude(g, static_cast<float>(a.epsilon));
     const float norm = static_cast<const float*>(a.norm)[row];
@@ -65,12 +56,12 @@ __device__ float magnitude_gradient(const MuownPrepareArguments& a, std::int64_t
 }
 
 /// d = w back - rate o.
-struct FinishFactors {
+struct RowFinishFactors {
   float magnitude;
   float back;
   float rate;
 
-  __device__ FinishFactors(const MuownFinishArguments& a, std::int64_t row) {
+  __device__ RowFinishFactors(const MuownFinishArguments& a, std::int64_t row) {
     magnitude = static_cast<const float*>(a.magnitude)[row];
     const float guarded = detail::guarded_magnitude(magnitude, static_cast<float>(a.epsilon));
     back = __fdiv_rn(static_cast<const float*>(a.norm)[row], guarded);
@@ -82,22 +73,13 @@ struct FinishFactors {
 /// The scalar part of one row: updates g, r, m, v and says what becomes of its elements. Not inlined: its registers
 /// would add to those of the elements that a thread keeps.
 __device__ __noinline__ RowPlan<float> finish_scalars(const MuownFinishArguments& a, const FinishConstants& constants,
-                                                      std::int64_t row, const FinishSums& sums) {
-  float* const magnitude = static_cast<float*>(a.magnitude) + row;
-  float* const norm = static_cast<float*>(a.norm) + row;
-  float* const first = static_cast<float*>(a.first_moment) + row;
-  float* const second = static_cast<float*>(a.second_moment) + row;
-  RowState<float> state{*magnitude, *norm, *first, *second};
-  const RowPlan<float> plan =
-      detail::finish_row(constants, sums, static_cast<const float*>(a.magnitude_grad)[row], state);
-  *magnitude = state.magnitude;
-  *norm = state.norm;
-  *first = state.first_moment;
-  *second = state.second_moment;
+                                                      std::int64_t row, const FinishSums& sums, RowScalars scalars) {
+  const RowPlan<float> plan = detail::finish_row(constants, sums, scalars.magnitude_grad, scalars.state);
+  scalars.store(a, row);
   return plan;
 }
 
-__device__ float new_weight(const RowPlan<float>& plan, const FinishFactors& f, float w, float o) {
+__device__ float new_weight(const RowPlan<float>& plan, const RowFinishFactors& f, float w, float o) {
   if (plan.mode == RowMode::kWake) return plan.scale * o;
   if (plan.mode == RowMode::kKeep) return w;
   const float step = plan.scale * f.direction(w, o);
@@ -108,51 +90,11 @@ __device__ float new_weight(const RowPlan<float>& plan, const FinishFactors& f, 
 // -----------------------------------------------------------
 
 constexpr int kBlock = 256;
-constexpr int kQuad = 4;
 constexpr int rows_a_block(int threads) { return threads < kBlock ? kBlock / threads : 1; }
 constexpr int block_size(int threads) { return threads < kBlock ? kBlock : threads; }
 /// Blocks a multiprocessor at least, which bounds the registers.
 constexpr int least_prepare_blocks(int threads) { return threads <= kBlock ? 3 : 2; }
-constexpr int least_finish_blocks(int threads) { return threads <= kBlock ? 4 : 2; }
-
-template <class T>
-using Quad = Pack<T, kQuad>;
-
-/// This block's matrix: one of the table, or `single` where that is empty.
-template <class Arguments>
-__device__ const Arguments& matrix_of_block(const Arguments& single, const MuownTable<Arguments>& table) {
-  return table.matrices ? table.matrices[table.matrix_of_block[blockIdx.x]] : single;
-}
-
-template <class T>
-__device__ bool quads_fit(const MuownOperand& operand) {
-  const auto quads = [](std::int64_t x) { return x % kQuad == 0; };
-  return reinterpret_cast<std::uintptr_t>(operand.data) % sizeof(Quad<T>) == 0 && quads(operand.batch_stride) &&
-         quads(operand.line_stride);
-}
-
-/// Elements [j, j + 4) of a row of n; zeros beyond its end. `quads`: n is a multiple of 4 and the address fits.
-template <class T>
-__device__ Quad<T> load_quad(const T* row, std::int64_t j, std::int64_t n, bool quads) {
-  if (quads) return *reinterpret_cast<const Quad<T>*>(row + j);
-  Quad<T> q{};
-#pragma unroll
-  for (int e = 0; e < kQuad; ++e) {
-    if (j + e < n) q.value[e] = row[j + e];
-  }
-  return q;
-}
-template <class T>
-__device__ void store_quad(T* row, std::int64_t j, std::int64_t n, bool quads, const Quad<T>& q) {
-  if (quads) {
-    *reinterpret_cast<Quad<T>*>(row + j) = q;
-    return;
-  }
-#pragma unroll
-  for (int e = 0; e < kQuad; ++e) {
-    if (j + e < n) row[j + e] = q.value[e];
-  }
-}
+constexpr int least_finish_blocks(int threads, int quads) { return threads > kBlock ? 2 : quads > 1 ? 3 : 4; }
 
 /// Several rows share a block only where each has at most a warp.
 template <int kThreads>
@@ -244,7 +186,7 @@ struct RowPosition {
 template <int kThreads, int kQuads, class U>
 __global__ void __launch_bounds__(block_size(kThreads), least_prepare_blocks(kThreads))
     prepare_rows(const __grid_constant__ MuownPrepareArguments single, const MuownTable<MuownPrepareArguments> table) {
-  const MuownPrepareArguments& a = matrix_of_block(single, table);
+  const MuownPrepareArguments& a = matrix_of(blockIdx.x, single, table);
   if (detail::control_skips(a.control)) return;
   const RowPosition<kThreads> p(a.shape, blockIdx.x - a.first_block);
   const float* const weight = line_of<const float>(a.weight, p.batch, p.neuron);
@@ -262,14 +204,11 @@ __global__ void __launch_bounds__(block_size(kThreads), least_prepare_blocks(kTh
   for_each_quad<kThreads, kQuads>(p.lane, n, [&](std::int64_t j, int k) {
     w[k] = load_quad(weight, j, n, quads);
     g[k] = load_quad(gradient, j, n, quads);
-    float part = 0;  // conversions to double are slow: one for four products
-#pragma unroll
-    for (int e = 0; e < kQuad; ++e) part = fmaf(w[k].value[e], g[k].value[e], part);
-    dot[0] += part;
+    dot[0] += quad_dot(w[k], g[k]);
   });
   row_sum<kThreads>(dot);
 
-  const PrepareFactors f(a, p.row);
+  const RowPrepareFactors f(a, p.row);
   const float gg = magnitude_gradient(a, p.row, dot[0]);
   double square[1] = {0};
   float largest = 0;
@@ -311,16 +250,16 @@ __device__ void store_value_quad(void* row, std::int64_t j, std::int64_t n, bool
 }
 
 template <int kThreads, int kQuads, class U>
-__global__ void __launch_bounds__(block_size(kThreads), least_finish_blocks(kThreads))
+__global__ void __launch_bounds__(block_size(kThreads), least_finish_blocks(kThreads, kQuads))
     finish_rows(const __grid_constant__ MuownFinishArguments single, const MuownTable<MuownFinishArguments> table) {
-  const MuownFinishArguments& a = matrix_of_block(single, table);
+  const MuownFinishArguments& a = matrix_of(blockIdx.x, single, table);
   if (detail::control_skips(a.control)) return;
   const RowPosition<kThreads> p(a.shape, blockIdx.x - a.first_block);
   float* const weight = line_of<float>(a.weight, p.batch, p.neuron);
   const U* const update = line_of<const U>(a.update, p.batch, p.neuron);
   const std::int64_t n = p.inputs;
   const bool quads = a.shape.inputs % kQuad == 0 && quads_fit<float>(a.weight) && quads_fit<U>(a.update);
-  const FinishFactors f(a, p.row);
+  const RowFinishFactors f(a, p.row);
   const bool maybe_cold = a.warm && f.magnitude == 0;
   const bool decays = detail::decay_of(a) != 0;
   constexpr bool kKept = kQuads > 0;
@@ -329,6 +268,8 @@ __global__ void __launch_bounds__(block_size(kThreads), least_finish_blocks(kThr
 
   __shared__ FinishConstants constants;
   if (threadIdx.x == blockDim.x - 1) constants = detail::finish_constants(a);
+  RowScalars scalars;
+  if (kKept && p.writes) scalars.load(a, p.row);
   double base[2] = {0, 0};  // d d, moved
   bool moved = false;
   for_each_quad<kThreads, kQuads>(p.lane, n, [&](std::int64_t j, int k) {
@@ -374,7 +315,9 @@ __global__ void __launch_bounds__(block_size(kThreads), least_finish_blocks(kThr
   __shared__ RowPlan<float> plans[rows_a_block(kThreads)];
   RowPlan<float>& plan = plans[threadIdx.x / kThreads];
   __syncthreads();  // all threads have read g and r, and the constants are there
-  if (p.writes) plan = finish_scalars(a, constants, p.row, {base[0], more[0], more[1], more[2], more[3], base[1] != 0});
+  if (!kKept && p.writes) scalars.load(a, p.row);
+  if (p.writes)
+    plan = finish_scalars(a, constants, p.row, {base[0], more[0], more[1], more[2], more[3], base[1] != 0}, scalars);
   sync_row<kThreads>();
   const RowPlan<float> mine = plan;
   void* value = nullptr;  // of this row
@@ -415,15 +358,23 @@ __global__ void __launch_bounds__(block_size(kThreads)) init_rows(const MuownIni
   detail::init_row(sqrt(square[0]), a, static_cast<float*>(a.magnitude)[p.row], static_cast<float*>(a.norm)[p.row]);
 }
 
-struct RowWidth {
-  std::int64_t most;  // inputs
-  int threads;        // a row
-};
-/// Widths that share a kernel. Wider rows than the last one but one are read again instead of kept: the second time
-/// they come from the cache, and no register limits how many rows are under way.
-constexpr RowWidth kRowWidths[] = {{16, 4},     {32, 8},     {64, 16},
-                                   {128, 32},   {512, 32},   {1024, 256},
-                                   {4096, 256}, {8192, 512}, {std::int64_t{1} << 62, 512}};
+/// Widths that share a kernel, by their most inputs. Rows wider than the last but one are read again instead of kept:
+/// the second time they come from the cache, and no register limits how many rows are under way.
+constexpr std::int64_t kRowWidths[] = {16, 32, 64, 128, 512, 1024, 4096, 8192, std::int64_t{1} << 62};
+constexpr int kShortWidths = 3;  // of them go to short_rows
+
+template <class F>
+void with_short_width(int width_class, F&& f) {
+  using short_rows::Width;
+  switch (width_class) {
+    case 0:
+      return f(Width<4>{});
+    case 1:
+      return f(Width<8>{});
+    default:
+      return f(Width<16>{});
+  }
+}
 
 /// Calls f(threads a row, quads a thread) with constants; 0 quads: the row is read again.
 template <class F>
@@ -431,12 +382,6 @@ void with_row_width(int width_class, F&& f) {
   const auto call = [&](auto threads, auto quads) { f(threads, quads); };
   using std::integral_constant;
   switch (width_class) {
-    case 0:
-      return call(integral_constant<int, 4>{}, integral_constant<int, 1>{});
-    case 1:
-      return call(integral_constant<int, 8>{}, integral_constant<int, 1>{});
-    case 2:
-      return call(integral_constant<int, 16>{}, integral_constant<int, 1>{});
     case 3:
       return call(integral_constant<int, 32>{}, integral_constant<int, 1>{});
     case 4:
@@ -583,7 +528,7 @@ template <class U>
 __global__ void prepare_updates(const MuownPrepareArguments a, const Chunks c, double* partials) {
   if (detail::control_skips(a.control)) return;
   const TilePosition p(a.shape, c, c.count);
-  const PrepareFactors f(a, p.row);
+  const RowPrepareFactors f(a, p.row);
   const float gg = static_cast<const float*>(a.magnitude_grad)[p.row];
   double sums[1] = {0};
   float largest = 0;
@@ -631,7 +576,7 @@ template <class U>
 __global__ void finish_sums(const MuownFinishArguments a, const Chunks c, double* partials) {
   if (detail::control_skips(a.control)) return;
   const TilePosition p(a.shape, c, c.count);
-  const FinishFactors f(a, p.row);
+  const RowFinishFactors f(a, p.row);
   const bool maybe_cold = a.warm && f.magnitude == 0;
   double sums[kFinishSums] = {0, 0, 0, 0, 0, 0};
   for (std::int64_t i = p.begin; i < p.end; i += kTileRows) {
@@ -654,7 +599,7 @@ __global__ void finish_sums(const MuownFinishArguments a, const Chunks c, double
 /// What finish_elements needs of a row whose scalars have been updated.
 struct StoredPlan {
   RowPlan<float> plan;
-  FinishFactors factors;
+  RowFinishFactors factors;
 };
 
 __global__ void finish_row_scalars(const MuownFinishArguments a, const Chunks c, const double* partials,
@@ -664,9 +609,11 @@ __global__ void finish_row_scalars(const MuownFinishArguments a, const Chunks c,
   double sums[kFinishSums];
   load_partials(a.shape, c, p, sums, partials);
   if (threadIdx.y != 0 || !p.inside) return;
-  const FinishFactors factors(a, p.row);
+  const RowFinishFactors factors(a, p.row);
+  RowScalars scalars;
+  scalars.load(a, p.row);
   const RowPlan<float> plan = finish_scalars(a, detail::finish_constants(a), p.row,
-                                             {sums[0], sums[1], sums[2], sums[3], sums[4], sums[5] != 0});
+                                             {sums[0], sums[1], sums[2], sums[3], sums[4], sums[5] != 0}, scalars);
   plans[p.row] = {plan, factors};
 }
 
@@ -730,36 +677,62 @@ std::size_t muown_workspace_bytes(const MuownShape& shape) {
 
 MuownRowKind muown_row_kind(const MuownShape& shape) {
   MuownRowKind kind{0, shape.update_dtype};
-  while (shape.inputs > kRowWidths[kind.width_class].most) ++kind.width_class;
+  while (shape.inputs > kRowWidths[kind.width_class]) ++kind.width_class;
   return kind;
 }
 
 std::int64_t muown_row_blocks(const MuownShape& shape) {
-  return row_blocks(shape, kRowWidths[muown_row_kind(shape).width_class].threads);
+  const int width = muown_row_kind(shape).width_class;
+  std::int64_t blocks = 0;
+  if (width < kShortWidths) {
+    with_short_width(width, [&](auto w) {
+      constexpr std::int64_t kRows = decltype(w)::kBlockRows;
+      blocks = (shape.rows() + kRows - 1) / kRows;
+    });
+  } else {
+    with_row_width(width, [&](auto threads, auto) { blocks = row_blocks(shape, decltype(threads)::value); });
+  }
+  return blocks;
 }
 
 namespace {
 
 void launch_prepare_rows(const MuownRowKind& kind, const MuownPrepareArguments& single,
                          const MuownTable<MuownPrepareArguments>& table, StreamRef stream) {
+  const auto blocks = static_cast<unsigned>(table.blocks);
+  const cudaStream_t queue = to_cuda(stream);
   with_update_type(kind.update_dtype, [&](auto type) {
-    with_row_width(kind.width_class, [&](auto threads, auto quads) {
-      constexpr int kThreads = decltype(threads)::value;
-      prepare_rows<kThreads, decltype(quads)::value, decltype(type)>
-          <<<static_cast<unsigned>(table.blocks), block_size(kThreads), 0, to_cuda(stream)>>>(single, table);
-    });
+    using U = decltype(type);
+    if (kind.width_class < kShortWidths) {
+      with_short_width(kind.width_class, [&](auto width) {
+        short_rows::prepare<decltype(width), U><<<blocks, short_rows::kBlock, 0, queue>>>(single, table);
+      });
+    } else {
+      with_row_width(kind.width_class, [&](auto threads, auto quads) {
+        constexpr int kThreads = decltype(threads)::value;
+        prepare_rows<kThreads, decltype(quads)::value, U><<<blocks, block_size(kThreads), 0, queue>>>(single, table);
+      });
+    }
   });
   check_launch("muown_prepare");
 }
 
 void launch_finish_rows(const MuownRowKind& kind, const MuownFinishArguments& single,
                         const MuownTable<MuownFinishArguments>& table, StreamRef stream) {
+  const auto blocks = static_cast<unsigned>(table.blocks);
+  const cudaStream_t queue = to_cuda(stream);
   with_update_type(kind.update_dtype, [&](auto type) {
-    with_row_width(kind.width_class, [&](auto threads, auto quads) {
-      constexpr int kThreads = decltype(threads)::value;
-      finish_rows<kThreads, decltype(quads)::value, decltype(type)>
-          <<<static_cast<unsigned>(table.blocks), block_size(kThreads), 0, to_cuda(stream)>>>(single, table);
-    });
+    using U = decltype(type);
+    if (kind.width_class < kShortWidths) {
+      with_short_width(kind.width_class, [&](auto width) {
+        short_rows::finish<decltype(width), U><<<blocks, short_rows::kBlock, 0, queue>>>(single, table);
+      });
+    } else {
+      with_row_width(kind.width_class, [&](auto threads, auto quads) {
+        constexpr int kThreads = decltype(threads)::value;
+        finish_rows<kThreads, decltype(quads)::value, U><<<blocks, block_size(kThreads), 0, queue>>>(single, table);
+      });
+    }
   });
   check_launch("muown_finish");
 }
