@@ -352,9 +352,9 @@ const MatrixLayout kLayouts[] = {MatrixLayout::kOutIn, MatrixLayout::kInOut};
 
 /// Every kernel variant's widths and their neighbours, and few or many rows.
 std::vector<Sizes> odd_sizes() {
-  return {{Shape{}, 1, 1},   {Shape{}, 2, 7},     {Shape{}, 7, 2},    {Shape{}, 33, 65},
-          {Shape{}, 65, 33}, {Shape{}, 31, 129},  {Shape{3}, 17, 9},  {Shape{2, 3}, 5, 4},
-          {Shape{}, 3, 513}, {Shape{2}, 9, 1000}, {Shape{}, 2, 1025}, {Shape{}, 129, 300}};
+  return {{Shape{}, 1, 1},    {Shape{}, 2, 7},     {Shape{}, 7, 2},     {Shape{}, 33, 65},  {Shape{}, 65, 33},
+          {Shape{}, 31, 129}, {Shape{3}, 17, 9},   {Shape{2, 3}, 5, 4}, {Shape{}, 3, 513},  {Shape{2}, 9, 1000},
+          {Shape{}, 2, 1025}, {Shape{}, 129, 300}, {Shape{2}, 131, 16}, {Shape{}, 130, 32}, {Shape{}, 67, 64}};
 }
 std::vector<Sizes> wide_sizes() {
   return {{Shape{}, 3, 4097}, {Shape{}, 2, 16385}, {Shape{}, 40, 5000}, {Shape{}, 70000, 3}, {Shape{70000}, 2, 1}};
