@@ -33,6 +33,18 @@ GemmOperand operand(const char* name, const Tensor& t) {
   return result;
 }
 
+void check_addend(const Tensor& addend, const Tensor& c, StreamRef stream) {
+  detail::require_shape(kOp, "addend", addend, c.shape());
+  detail::require_dtype(kOp, "addend", addend, c.dtype());
+  detail::require_on(kOp, "addend", addend, stream);
+  for (int d = 0; d < c.rank(); ++d) {
+    detail::require(c.size(d) <= 1 || addend.stride(d) == c.stride(d),
+                    "gemm: expected an addend with c's strides, got {} for {} in dimension {}", addend.stride(d),
+                    c.stride(d), d);
+  }
+  if (addend.raw() != c.raw()) detail::require_apart(kOp, "c", c, "addend", addend);
+}
+
 }  // namespace
 
 void gemm(const Tensor& a, const Tensor& b, Tensor& c, StreamRef stream, const GemmOptions& options) {
@@ -77,6 +89,10 @@ void gemm(const Tensor& a, const Tensor& b, Tensor& c, StreamRef stream, const G
       arguments.c_batch_stride, arguments.ldc, c.shape());
   detail::require_apart(kOp, "c", c, "a", a);
   detail::require_apart(kOp, "c", c, "b", b);
+  if (options.addend) {
+    check_addend(*options.addend, c, stream);
+    arguments.addend = options.addend->raw();
+  }
   if (c.elements() == 0) return;
 
   arguments.dtype = a.dtype();
@@ -85,6 +101,7 @@ void gemm(const Tensor& a, const Tensor& b, Tensor& c, StreamRef stream, const G
   arguments.beta = options.beta;
   arguments.allow_tf32 = options.allow_tf32;
   if (arguments.k == 0) {
+    if (options.addend && options.beta != 0) c.copy_from(*options.addend, stream);
     for (std::int64_t i = 0; i < arguments.batch; ++i) {
       Tensor matrix_of_c = c.rank() == 3 ? c.select(0, i) : c;
       scale(matrix_of_c, options.beta, stream);
@@ -97,6 +114,7 @@ void gemm(const Tensor& a, const Tensor& b, Tensor& c, StreamRef stream, const G
   a.record_use(stream);
   b.record_use(stream);
   c.record_use(stream);
+  if (options.addend) options.addend->record_use(stream);
 }
 
 }  // namespace rowan

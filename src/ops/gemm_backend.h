@@ -24,6 +24,7 @@ struct GemmArguments {
   GemmOperand a;
   GemmOperand b;
   void* c = nullptr;
+  const void* addend = nullptr;  ///< what beta multiplies, laid out as c; null: c
   std::int64_t ldc = 0;
   std::int64_t c_batch_stride = 0;
   DType dtype = DType::kFloat32;

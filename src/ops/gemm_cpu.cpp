@@ -39,15 +39,17 @@ void widen(const T* source, const GemmOperand& operand, std::int64_t row0, std::
   }
 }
 
-/// c = alpha sum + beta c for one block, in double, rounded once.
+/// c = alpha sum + beta addend for one block, in double, rounded once.
 template <class Sum, class Out>
 void store(const GemmArguments& g, const Block& block, const Sum* sums) {
-  Out* const c = static_cast<Out*>(g.c) + block.batch * g.c_batch_stride;
+  const std::int64_t first = block.batch * g.c_batch_stride;
   for (std::int64_t i = 0; i < block.rows; ++i) {
-    Out* const row = c + (block.i + i) * g.ldc + block.j;
+    const std::int64_t offset = first + (block.i + i) * g.ldc + block.j;
+    Out* const row = static_cast<Out*>(g.c) + offset;
+    const Out* const added = static_cast<const Out*>(g.addend ? g.addend : g.c) + offset;
     for (std::int64_t j = 0; j < block.cols; ++j) {
       double value = g.alpha * static_cast<double>(sums[i * block.cols + j]);
-      if (g.beta != 0) value += g.beta * convert<double>(row[j]);
+      if (g.beta != 0) value += g.beta * convert<double>(added[j]);
       row[j] = convert<Out>(value);
     }
   }
@@ -79,7 +81,12 @@ void plain_block(const GemmArguments& g, const Block& block) {
 void blas_block_float(const GemmArguments& g, const Block& block) {
   const float* const a = matrix<float>(g.a, block.batch) + (g.a.transposed ? block.i : block.i * g.a.ld);
   const float* const b = matrix<float>(g.b, block.batch) + (g.b.transposed ? block.j * g.b.ld : block.j);
-  float* const c = static_cast<float*>(g.c) + block.batch * g.c_batch_stride + block.i * g.ldc + block.j;
+  const std::int64_t first = block.batch * g.c_batch_stride + block.i * g.ldc + block.j;
+  float* const c = static_cast<float*>(g.c) + first;
+  if (g.beta != 0 && g.addend) {
+    const float* const addend = static_cast<const float*>(g.addend) + first;
+    for (std::int64_t i = 0; i < block.rows; ++i) std::copy_n(addend + i * g.ldc, block.cols, c + i * g.ldc);
+  }
   detail::sgemm(g.a.transposed, g.b.transposed, block.rows, block.cols, g.k, static_cast<float>(g.alpha), a, g.a.ld, b,
                 g.b.ld, static_cast<float>(g.beta), c, g.ldc);
 }

@@ -140,7 +140,7 @@ GemmKey::GemmKey(const GemmArguments& g, int device_index)
       c_dtype(g.c_dtype),
       a_alignment(alignment(g.a.data)),
       b_alignment(alignment(g.b.data)),
-      c_alignment(alignment(g.c)) {}
+      c_alignment(std::min(alignment(g.c), alignment(g.addend ? g.addend : g.c))) {}
 
 GemmPlan::GemmPlan(const GemmKey& key, cublasLtHandle_t handle) {
   try {
@@ -196,8 +196,9 @@ void GemmPlan::destroy() noexcept {
 cublasStatus_t GemmPlan::launch(std::size_t candidate, const GemmArguments& g, void* c, cublasLtHandle_t handle,
                                 void* workspace, StreamRef stream) const {
   const auto alpha = static_cast<float>(g.alpha), beta = static_cast<float>(g.beta);
-  return cublasLtMatmul(handle, product_, &alpha, g.b.data, first_, g.a.data, second_, &beta, c, result_, c, result_,
-                        &candidates_[candidate], workspace, kGemmWorkspaceBytes, to_cuda(stream));
+  const void* const addend = g.addend ? g.addend : c;
+  return cublasLtMatmul(handle, product_, &alpha, g.b.data, first_, g.a.data, second_, &beta, addend, result_, c,
+                        result_, &candidates_[candidate], workspace, kGemmWorkspaceBytes, to_cuda(stream));
 }
 
 void GemmPlan::run(const GemmArguments& g, cublasLtHandle_t handle, void* workspace, StreamRef stream) const {

@@ -103,6 +103,27 @@ void check_batches(DType dtype, StreamRef stream) {
   CHECK(values(by_head, stream) == values(c, stream));
 }
 
+void check_addend(DType dtype, StreamRef stream) {
+  const Tensor a = random_normal({2, 33, 33}, dtype, 1, stream), b = random_normal({2, 33, 33}, dtype, 2, stream),
+               other = random_normal({2, 33, 33}, dtype, 3, stream);
+  for (const Tensor& addend : {other, a, b}) {
+    Tensor c = convert(Tensor::from_host({2, 33, 33}, std::vector<double>(2 * 33 * 33, kNan), StreamRef()), dtype,
+                       StreamRef(), stream);
+    const std::vector<double> before = values(addend, stream);
+    gemm(a, b, c, stream, {.alpha = 0.5, .beta = -2, .addend = &addend});
+    for (std::int64_t i = 0; i < 2; ++i) {
+      check_product(host(a.select(0, i), stream), host(b.select(0, i), stream), host(addend.select(0, i), stream),
+                    c.select(0, i), dtype, 0.5, -2, stream);
+    }
+    CHECK(values(addend, stream) == before);
+  }
+  Tensor c = random_normal({2, 4, 5}, dtype, 4, stream);
+  const Tensor addend = random_normal({2, 4, 5}, dtype, 5, stream);
+  gemm(Tensor::empty({2, 4, 0}, dtype, stream), Tensor::empty({2, 0, 5}, dtype, stream), c, stream,
+       {.beta = 1, .addend = &addend});
+  CHECK(values(c, stream) == values(addend, stream));
+}
+
 void check_empty(DType dtype, StreamRef stream) {
   Tensor c = random_normal({4, 5}, dtype, 1, stream);
   const Matrix before = host(c, stream);
@@ -160,6 +181,10 @@ TEST_CASE("gemm is the float64 product for every orientation, odd sizes, strides
 
 TEST_CASE("gemm with beta 0 does not read c") {
   for (const DType dtype : kAll) check_beta_zero_does_not_read(dtype, {});
+}
+
+TEST_CASE("gemm adds another matrix than c, also one of its operands") {
+  for (const DType dtype : kAll) check_addend(dtype, {});
 }
 
 TEST_CASE("gemm writes c and nothing beside its columns") {
@@ -228,6 +253,11 @@ TEST_CASE("gemm refuses arguments that do not fit and leaves c untouched") {
   CHECK_THROWS_AS(gemm(a, b, transposed_c, cpu), Error);
   Tensor square = random_normal({5, 5}, DType::kFloat32, 1, cpu);
   CHECK_THROWS_AS(gemm(square, b.slice(0, 0, 5), square, cpu), Error);
+  const Tensor short_addend = random_normal({3, 5}, DType::kFloat32, 1, cpu),
+               gaps = random_normal({4, 6}, DType::kFloat32, 1, cpu).slice(1, 0, 5);
+  CHECK_THROWS_AS(gemm(a, b, c, cpu, {.beta = 1, .addend = &short_addend}), Error);
+  CHECK_THROWS_AS(gemm(a, b, c, cpu, {.beta = 1, .addend = &gaps}), Error);
+  CHECK_THROWS_AS(gemm(a, b, c, cpu, {.beta = 1, .addend = &narrow}), Error);
   CHECK(values(c, cpu) == before);
 }
 
@@ -246,6 +276,7 @@ TEST_CASE("gemm on CUDA handles beta 0, batches, empty matrices and non-finite v
   const Stream stream(Device::cuda());
   for (const DType dtype : kCuda) {
     check_beta_zero_does_not_read(dtype, stream);
+    check_addend(dtype, stream);
     check_writes_only_c(dtype, stream);
     check_batches(dtype, stream);
     check_empty(dtype, stream);

@@ -10,9 +10,11 @@ struct GemmOptions {
   double beta = 0;  ///< 0: c is not read, so it may hold anything
   bool allow_tf32 =
       false;  ///< lets float32 products on CUDA run in TF32 (10 bits of fraction); otherwise they are IEEE float32
+  const Tensor* addend = nullptr;  ///< what beta multiplies; null: c
 };
 
-/// c = alpha a b + beta c, with a [M, K], b [K, N], c [M, N], or batches of them [B, M, K], [B, K, N], [B, M, N].
+/// c = alpha a b + beta c, with a [M, K], b [K, N], c [M, N], or batches of them [B, M, K], [B, K, N], [B, M, N]; or
+/// c = alpha a b + beta addend with another addend of c's shape, dtype and strides, which may be a or b.
 ///
 /// a and b share one floating dtype; c has that dtype or float32 (float64 for float64). Sums are taken in float32 at
 /// least (float64 for float64) and rounded once to c's dtype. a and b have unit stride in one of their last two
