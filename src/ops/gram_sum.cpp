@@ -6,6 +6,7 @@
 #include "core/check.h"
 #include "ops/gram_sum_backend.h"
 #include "ops/matrix_view.h"
+#include "ops/newton_schulz_products.h"
 #include "rowan/ops/gemm.h"
 
 namespace rowan::detail {
@@ -13,7 +14,7 @@ namespace rowan::detail {
 namespace {
 
 constexpr const char* kOp = "newton_schulz";
-/// From this side on products may run in TF32, as in the path gram_fp32.
+/// From this side on products with K columns may run in TF32, as in the path gram_fp32.
 constexpr std::int64_t kTf32Side = 257;
 
 NewtonSchulzMatrix as_matrix(const Tensor& t) {
@@ -47,42 +48,6 @@ void scale_into(const Tensor& from, const Tensor& factors, Tensor& to, StreamRef
   }
 }
 
-/// out = alpha a b + beta c.
-void product(double alpha, const Tensor& a, const Tensor& b, double beta, const Tensor& c, Tensor& out,
-             StreamRef stream) {
-  out.copy_from(c, stream);
-  gemm(a, b, out, stream, {.alpha = alpha, .beta = beta, .allow_tf32 = a.size(-1) >= kTf32Side});
-}
-
-void add_identity(const Tensor& z, double factor, Tensor& q, StreamRef stream) {
-  if (stream.device().is_cuda()) {
-    cuda::newton_schulz_add_identity(as_matrix(z), 1, factor, as_matrix(q), stream);
-  } else {
-    cpu::newton_schulz_add_identity(as_matrix(z), 1, factor, as_matrix(q));
-  }
-}
-
-/// h(R): R is used up.
-Tensor polynomial(Tensor& r, const NewtonSchulzOptions& options, StreamRef stream) {
-  const auto make = [&] { return Tensor::empty(r.shape(), DType::kFloat32, stream); };
-  Tensor z = make(), t = make(), q = make(), next = make();
-  const auto& coefficients = options.schedule.coefficients;
-  for (int i = 0; i < options.steps; ++i) {
-    const auto& [a, b, c] = coefficients[std::min(static_cast<std::size_t>(i), coefficients.size() - 1)];
-    product(c, r, r, b, r, z, stream);  // Z = b R + c R^2
-    if (i == 0) {
-      add_identity(z, a, q, stream);
-    } else {
-      product(1, q, z, a, q, next, stream);  // Q <- a Q + Q Z
-      std::swap(q, next);
-    }
-    if (i + 1 == options.steps) break;
-    product(1, z, r, a, r, t, stream);  // T = a R + Z R
-    product(1, t, z, a, t, r, stream);  // R <- a T + T Z
-  }
-  return q;
-}
-
 }  // namespace
 
 void gram_largest(const Tensor& t, Tensor& largest, StreamRef stream) {
@@ -111,9 +76,7 @@ void gram_partial(const Tensor& u, MatrixLayout layout, const Tensor& largest, T
 }
 
 void gram_polynomial(Tensor& gram, const Tensor& largest, const NewtonSchulzOptions& options, StreamRef stream) {
-  require(options.steps >= 1 && !options.schedule.coefficients.empty(),
-          "{}: expected a step and its coefficients or more, got {} and {}", kOp, options.steps,
-          options.schedule.coefficients.size());
+  const NewtonSchulzSteps steps = newton_schulz_steps(options);
   if (gram.elements() == 0) return;
   const Tensor inverse = Tensor::empty({gram.size(0)}, DType::kFloat64, stream),
                inverse_square = Tensor::empty({gram.size(0)}, DType::kFloat64, stream);
@@ -133,7 +96,7 @@ void gram_polynomial(Tensor& gram, const Tensor& largest, const NewtonSchulzOpti
   }
   Tensor r = Tensor::empty(gram.shape(), DType::kFloat32, stream);
   scale_into(gram, inverse_square, r, stream);
-  const Tensor h = polynomial(r, options, stream);
+  const Tensor h = gram_fp32_polynomial(r, steps, stream);
   scale_into(h, inverse, gram, stream);
 }
 

@@ -21,8 +21,6 @@ using detail::require;
 
 constexpr const char* kOp = "newton_schulz";
 constexpr std::int64_t kSkinnySide = 64;
-/// From this side on, gram_fp32 takes its p x p products in TF32.
-constexpr std::int64_t kTf32Side = 257;
 
 struct PathName {
   NewtonSchulzPath path;
@@ -40,25 +38,6 @@ NewtonSchulzMatrix check_matrix(const char* name, const Tensor& t, NewtonSchulzP
           "{}: expected {} of dtype bfloat16 or float32 (float64 for svd), got {}", kOp, name, t.dtype());
   detail::require_on(kOp, name, t, stream);
   return {t.raw(), t.dtype(), view.batches, view.rows, view.cols, view.batch_stride, view.row_stride};
-}
-
-NewtonSchulzSteps check_options(const NewtonSchulzOptions& options) {
-  require(options.steps >= 1 && options.steps <= NewtonSchulzSteps::kMost, "{}: expected 1 to {} steps, got {}", kOp,
-          static_cast<int>(NewtonSchulzSteps::kMost), options.steps);
-  require(options.epsilon >= 0 && std::isfinite(options.epsilon), "{}: expected an epsilon of 0 or more, got {}", kOp,
-          options.epsilon);
-  const auto& [coefficients, factor] = options.schedule;
-  require(factor > 0 && std::isfinite(factor), "{}: expected a norm_factor above 0, got {}", kOp, factor);
-  require(!coefficients.empty(), "{}: expected coefficients, got an empty schedule", kOp);
-  NewtonSchulzSteps steps;
-  for (; steps.count < options.steps; ++steps.count) {
-    const NewtonSchulzCoefficients& step =
-        coefficients[std::min(static_cast<std::size_t>(steps.count), coefficients.size() - 1)];
-    require(std::isfinite(step.a) && std::isfinite(step.b) && std::isfinite(step.c),
-            "{}: expected finite coefficients, got {}, {}, {}", kOp, step.a, step.b, step.c);
-    steps.step[steps.count] = step;
-  }
-  return steps;
 }
 
 void set_square_sums(const Tensor& sums, const Tensor& u, InverseNormArguments& norms, StreamRef stream) {
@@ -130,9 +109,9 @@ void run(NewtonSchulzPath path, const GramFloatArguments& a, const Tensor& inver
     const Tensor workspace = Tensor::empty({cuda::newton_schulz_skinny_workspace(a.u)}, DType::kFloat32, stream);
     cuda::newton_schulz_skinny(a, workspace.data<float>(), stream);
   } else if (path == NewtonSchulzPath::kGram) {
-    detail::newton_schulz_gram(a.u, a.out, inverse, a.steps, {DType::kFloat16, steps_a_restart(a.u), true, 0}, stream);
+    detail::newton_schulz_gram(a.u, a.out, inverse, a.steps, steps_a_restart(a.u), stream);
   } else {
-    detail::newton_schulz_gram(a.u, a.out, inverse, a.steps, {DType::kFloat32, 0, false, kTf32Side}, stream);
+    detail::newton_schulz_gram_fp32(a.u, a.out, inverse, a.steps, stream);
   }
 }
 
@@ -196,6 +175,25 @@ class SkinnyLaunch {
 
 }  // namespace
 
+NewtonSchulzSteps detail::newton_schulz_steps(const NewtonSchulzOptions& options) {
+  detail::require(options.steps >= 1 && options.steps <= NewtonSchulzSteps::kMost, "{}: expected 1 to {} steps, got {}",
+                  kOp, static_cast<int>(NewtonSchulzSteps::kMost), options.steps);
+  detail::require(options.epsilon >= 0 && std::isfinite(options.epsilon),
+                  "{}: expected an epsilon of 0 or more, got {}", kOp, options.epsilon);
+  const auto& [coefficients, factor] = options.schedule;
+  detail::require(factor > 0 && std::isfinite(factor), "{}: expected a norm_factor above 0, got {}", kOp, factor);
+  detail::require(!coefficients.empty(), "{}: expected coefficients, got an empty schedule", kOp);
+  NewtonSchulzSteps steps;
+  for (; steps.count < options.steps; ++steps.count) {
+    const NewtonSchulzCoefficients& step =
+        coefficients[std::min(static_cast<std::size_t>(steps.count), coefficients.size() - 1)];
+    detail::require(std::isfinite(step.a) && std::isfinite(step.b) && std::isfinite(step.c),
+                    "{}: expected finite coefficients, got {}, {}, {}", kOp, step.a, step.b, step.c);
+    steps.step[steps.count] = step;
+  }
+  return steps;
+}
+
 const char* to_string(NewtonSchulzPath path) noexcept {
   for (const auto& [value, name] : kPathNames) {
     if (value == path) return name;
@@ -244,7 +242,7 @@ void newton_schulz(const Tensor& u, Tensor& out, const NewtonSchulzOptions& opti
   a.u = check_matrix("u", u, options.path, stream);
   detail::require_shape(kOp, "out", out, u.shape());
   a.out = check_matrix("out", out, options.path, stream);
-  a.steps = check_options(options);
+  a.steps = detail::newton_schulz_steps(options);
   const NewtonSchulzPath path = resolve_newton_schulz_path(options.path, a.u.rows, a.u.cols);
   require(path != NewtonSchulzPath::kSkinny || a.u.short_side() <= kSkinnySide,
           "{}: expected a shorter side of at most {} for skinny, got shape {}", kOp, kSkinnySide, u.shape());
@@ -284,7 +282,7 @@ SkinnyBatch::SkinnyBatch(std::span<const SkinnyItem> items, const NewtonSchulzOp
   auto table = std::make_shared<Table>();
   table->items.assign(items.begin(), items.end());
   table->options = options;
-  table->steps = check_options(options);
+  table->steps = detail::newton_schulz_steps(options);
   for (const SkinnyItem& item : table->items) {
     const NewtonSchulzMatrix u = check_matrix("u", item.matrices, NewtonSchulzPath::kSkinny, stream);
     require(u.short_side() <= kSkinnySide, "{}: expected a shorter side of at most {} for skinny, got shape {}", kOp,

@@ -106,8 +106,8 @@ void inverse_norms(const InverseNormArguments& arguments);
 /// x = u inverse[b] scale, or its transpose where u is tall, rounded once, in the upper left of x's matrices; zeros
 /// elsewhere.
 void newton_schulz_load(const NewtonSchulzMatrix& u, const double* inverse, double scale, const NewtonSchulzMatrix& x);
-/// q = alpha z + beta I for square matrices.
-void newton_schulz_add_identity(const NewtonSchulzMatrix& z, double alpha, double beta, const NewtonSchulzMatrix& q);
+/// q += factor I for square matrices.
+void newton_schulz_add_identity(const NewtonSchulzMatrix& q, double factor);
 /// out = scale x, or its transpose where out is tall, reading the upper left of x's matrices.
 void newton_schulz_store(const NewtonSchulzMatrix& x, double scale, const NewtonSchulzMatrix& out);
 void newton_schulz_gram_float(const GramFloatArguments& arguments);
@@ -121,8 +121,7 @@ std::int64_t inverse_norms_workspace(const InverseNormArguments& arguments);
 void inverse_norms(const InverseNormArguments& arguments, double* workspace, StreamRef stream);
 void newton_schulz_load(const NewtonSchulzMatrix& u, const double* inverse, double scale, const NewtonSchulzMatrix& x,
                         StreamRef stream);
-void newton_schulz_add_identity(const NewtonSchulzMatrix& z, double alpha, double beta, const NewtonSchulzMatrix& q,
-                                StreamRef stream);
+void newton_schulz_add_identity(const NewtonSchulzMatrix& q, double factor, StreamRef stream);
 void newton_schulz_store(const NewtonSchulzMatrix& x, double scale, const NewtonSchulzMatrix& out, StreamRef stream);
 /// Side that a short side of up to 64 is padded to, and blocks that a stack takes.
 int skinny_side(const NewtonSchulzMatrix& u);

@@ -302,14 +302,12 @@ void newton_schulz_load(const NewtonSchulzMatrix& u, const double* inverse, doub
   });
 }
 
-void newton_schulz_add_identity(const NewtonSchulzMatrix& z, double alpha, double beta, const NewtonSchulzMatrix& q) {
+void newton_schulz_add_identity(const NewtonSchulzMatrix& q, double factor) {
   detail::dispatch_floating(q.dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     for_each_row(q, [&](std::int64_t b, std::int64_t i) {
-      const T* const from = row_of<const T>(z, b, i);
-      T* const to = row_of<T>(q, b, i);
-      for (std::int64_t k = 0; k < q.cols; ++k)
-        to[k] = convert<T>(alpha * convert<double>(from[k]) + (k == i ? beta : 0.0));
+      T& diagonal = row_of<T>(q, b, i)[i];
+      diagonal = convert<T>(convert<double>(diagonal) + factor);
     });
   });
 }

@@ -68,26 +68,13 @@ constexpr int kPiece = 4 * kThreads;
 std::int64_t pieces(std::int64_t cols) { return (cols + kPiece - 1) / kPiece; }
 unsigned row_grid(const NewtonSchulzMatrix& m) { return static_cast<unsigned>(m.batches * m.rows * pieces(m.cols)); }
 
-/// Calls f(batch, row, col) for this thread's elements of m.
-template <class F>
-__device__ void for_each_element(const NewtonSchulzMatrix& m, std::int64_t row_pieces, F&& f) {
-  const std::int64_t line = blockIdx.x / row_pieces;
-  const std::int64_t batch = line / m.rows, row = line - batch * m.rows;
-  const std::int64_t begin = (blockIdx.x - line * row_pieces) * kPiece + threadIdx.x;
-#pragma unroll
-  for (int k = 0; k < kPiece / kThreads; ++k) {
-    const std::int64_t col = begin + k * kThreads;
-    if (col < m.cols) f(batch, row, col);
-  }
-}
-
 template <class T>
-__global__ void __launch_bounds__(kThreads) identity_kernel(const NewtonSchulzMatrix z, float alpha, float beta,
-                                                            const NewtonSchulzMatrix q, std::int64_t row_pieces) {
-  for_each_element(q, row_pieces, [&](std::int64_t batch, std::int64_t row, std::int64_t col) {
-    const float value = alpha * to_float(row_of<const T>(z, batch, row)[col]);
-    row_of<T>(q, batch, row)[col] = from_float<T>(row == col ? value + beta : value);
-  });
+__global__ void __launch_bounds__(kThreads) identity_kernel(const NewtonSchulzMatrix q, float factor) {
+  const std::int64_t line = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (line >= q.batches * q.rows) return;
+  const std::int64_t row = line % q.rows;
+  T& diagonal = row_of<T>(q, line / q.rows, row)[row];
+  diagonal = from_float<T>(to_float(diagonal) + factor);
 }
 
 // ---- copies that scale and convert
@@ -617,12 +604,11 @@ void newton_schulz_load(const NewtonSchulzMatrix& u, const double* inverse, doub
   });
 }
 
-void newton_schulz_add_identity(const NewtonSchulzMatrix& z, double alpha, double beta, const NewtonSchulzMatrix& q,
-                                StreamRef stream) {
+void newton_schulz_add_identity(const NewtonSchulzMatrix& q, double factor, StreamRef stream) {
   const DeviceGuard guard(stream.device());
+  const auto blocks = static_cast<unsigned>((q.batches * q.rows + kThreads - 1) / kThreads);
   with_type(q.dtype, [&](auto type) {
-    identity_kernel<decltype(type)><<<row_grid(q), kThreads, 0, to_cuda(stream)>>>(
-        z, static_cast<float>(alpha), static_cast<float>(beta), q, pieces(q.cols));
+    identity_kernel<decltype(type)><<<blocks, kThreads, 0, to_cuda(stream)>>>(q, static_cast<float>(factor));
   });
   check_launch("newton_schulz");
 }

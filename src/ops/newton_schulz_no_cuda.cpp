@@ -13,9 +13,7 @@ void inverse_norms(const InverseNormArguments&, double*, StreamRef) { unsupporte
 void newton_schulz_load(const NewtonSchulzMatrix&, const double*, double, const NewtonSchulzMatrix&, StreamRef) {
   unsupported();
 }
-void newton_schulz_add_identity(const NewtonSchulzMatrix&, double, double, const NewtonSchulzMatrix&, StreamRef) {
-  unsupported();
-}
+void newton_schulz_add_identity(const NewtonSchulzMatrix&, double, StreamRef) { unsupported(); }
 void newton_schulz_store(const NewtonSchulzMatrix&, double, const NewtonSchulzMatrix&, StreamRef) { unsupported(); }
 int skinny_side(const NewtonSchulzMatrix&) { unsupported(); }
 std::int64_t skinny_gram_blocks(const NewtonSchulzMatrix&) { unsupported(); }

@@ -12,6 +12,8 @@ namespace rowan::detail {
 namespace {
 
 constexpr std::int64_t kPad = 64;
+/// From this side on, gram_fp32 takes its p x p products in TF32.
+constexpr std::int64_t kTf32Side = 257;
 std::int64_t padded(std::int64_t side) { return (side + kPad - 1) / kPad * kPad; }
 
 /// The power of two nearest to x (in its logarithm), at most 2^most.
@@ -23,11 +25,12 @@ NewtonSchulzMatrix as_matrix(const Tensor& t) {
   return {t.raw(), t.dtype(), t.size(0), t.size(1), t.size(2), t.stride(0), t.stride(1)};
 }
 
-void add_identity(const Tensor& z, double alpha, double beta, Tensor& q, StreamRef stream) {
+/// q += factor I.
+void add_identity(double factor, Tensor& q, StreamRef stream) {
   if (stream.device().is_cuda()) {
-    cuda::newton_schulz_add_identity(as_matrix(z), alpha, beta, as_matrix(q), stream);
+    cuda::newton_schulz_add_identity(as_matrix(q), factor, stream);
   } else {
-    cpu::newton_schulz_add_identity(as_matrix(z), alpha, beta, as_matrix(q));
+    cpu::newton_schulz_add_identity(as_matrix(q), factor);
   }
 }
 
@@ -42,13 +45,20 @@ class SymmetricProducts {
     if (by_triangle(alpha, a, a, 0, out, 0, out)) return;
     gemm(a, a.transpose(1, 2), out, stream_, {.alpha = alpha});
   }
-  /// out = alpha a b + beta c + gamma I for symmetric matrices that commute.
-  void product(double alpha, const Tensor& a, const Tensor& b, double beta, const Tensor& c, double gamma,
-               Tensor& out) {
-    if (by_triangle(alpha, a, b, beta, c, gamma, out)) return;
-    out.copy_from(c, stream_);
-    gemm(a, b, out, stream_, {.alpha = alpha, .beta = beta, .allow_tf32 = allow_tf32_});
-    if (gamma != 0) add_identity(out, 1, gamma, out, stream_);
+  /// out = alpha a b for symmetric matrices that commute.
+  void product(double alpha, const Tensor& a, const Tensor& b, Tensor& out) {
+    if (by_triangle(alpha, a, b, 0, out, 0, out)) return;
+    gemm(a, b, out, stream_, {.alpha = alpha, .allow_tf32 = allow_tf32_});
+  }
+  /// out = a b + beta c.
+  void add_product(const Tensor& a, const Tensor& b, double beta, const Tensor& c, Tensor& out) {
+    gemm(a, b, out, stream_, {.beta = beta, .allow_tf32 = allow_tf32_, .addend = &c});
+  }
+  /// out = gamma I + beta r + alpha r^2 for symmetric r.
+  void polynomial(double gamma, double beta, double alpha, const Tensor& r, Tensor& out) {
+    if (by_triangle(alpha, r, r, beta, r, gamma, out)) return;
+    gemm(r, r, out, stream_, {.alpha = alpha, .beta = beta, .allow_tf32 = allow_tf32_, .addend = &r});
+    if (gamma != 0) add_identity(gamma, out, stream_);
   }
 
  private:
@@ -99,8 +109,7 @@ class ShortSide {
   }
   /// X <- alpha q X + beta X.
   void apply(double alpha, const Tensor& q, double beta) {
-    if (beta != 0) next_.copy_from(x_, stream_);
-    gemm(q, x_, next_, stream_, {.alpha = alpha, .beta = beta});
+    gemm(q, x_, next_, stream_, {.alpha = alpha, .beta = beta, .addend = &x_});
     std::swap(x_, next_);
   }
 
@@ -123,59 +132,81 @@ void newton_schulz_standard(const NewtonSchulzMatrix& u, const NewtonSchulzMatri
   for (int i = 0; i < steps.count; ++i) {
     const auto& [a, b, c] = steps.step[i];
     products.gram(1, x.x(), gram);
-    products.product(c, gram, gram, b, gram, 0, polynomial);
+    products.polynomial(0, b, c, gram, polynomial);
     x.apply(1, polynomial, a);
   }
   x.store(1, out);
 }
 
 void newton_schulz_gram(const NewtonSchulzMatrix& u, const NewtonSchulzMatrix& out, const Tensor& inverse,
-                        const NewtonSchulzSteps& steps, const GramStorage& storage, StreamRef stream) {
+                        const NewtonSchulzSteps& steps, int steps_a_restart, StreamRef stream) {
   const double p = static_cast<double>(u.short_side()), q = static_cast<double>(u.long_side());
-  // Scales of X before the first Gram matrix (entries up to 1), of X after it (up to 2), and of R, T and Z (up to 8):
-  // all products stay below float16's 65504.
-  const double first_scale = storage.scaled ? power_of_two_near(std::sqrt(p * q), 15) : 1;
-  const double later_scale = storage.scaled ? power_of_two_near(std::sqrt(q), 14) : 1;
-  const double s = storage.scaled ? power_of_two_near(p, 12) : 1;
+  // Scales of X before the first Gram matrix (entries up to 1), of X after it (up to 2), and of R and T (up to 8): all
+  // products stay below float16's 65504, and above its subnormal numbers.
+  const double first_scale = power_of_two_near(std::sqrt(p * q), 15);
+  const double later_scale = power_of_two_near(std::sqrt(q), 14);
+  const double s = power_of_two_near(p, 12);
 
-  ShortSide x(u, storage.dtype, stream);
-  const bool tf32 = storage.tf32_from > 0 && u.short_side() >= storage.tf32_from;
-  SymmetricProducts products(tf32, stream);
-  const Shape square{u.batches, x.x().size(1), x.x().size(1)};
-  const auto make = [&] { return Tensor::empty(square, storage.dtype, stream); };
-  const auto product = [&](const Tensor& left, const Tensor& right, double beta, const Tensor& added, Tensor& result) {
-    products.product(1 / s, left, right, beta, added, 0, result);
-  };
-  Tensor r = make(), z = make(), t = make(), h = make(), next = make();
-
+  ShortSide x(u, DType::kFloat16, stream);
+  SymmetricProducts products(false, stream);
+  const auto make = [&] { return Tensor::empty({u.batches, x.x().size(1), x.x().size(1)}, DType::kFloat16, stream); };
+  Tensor r = make(), h = make(), t = make(), product = make(), next = make();
   double scale = first_scale;
   x.load(u, inverse, scale);
   for (int begin = 0; begin < steps.count;) {
-    const int end = storage.steps_a_restart > 0 ? std::min(steps.count, begin + storage.steps_a_restart) : steps.count;
+    const int end = std::min(steps.count, begin + steps_a_restart);
     products.gram(s / (scale * scale), x.x(), r);
     for (int i = begin; i < end; ++i) {
       const auto& [a, b, c] = steps.step[i];
-      if (end - begin == 1) {
-        products.product(c / (s * s), r, r, b / s, r, a, h);  // Q = a I + b R + c R^2
-        break;
-      }
-      products.product(c / s, r, r, b, r, 0, z);  // Z = b R + c R^2
-      if (i == begin) {
-        add_identity(z, 1 / s, a, h, stream);  // only Q carries the identity
-      } else {
-        product(h, z, a, h, next);  // Q <- a Q + Q Z
-        std::swap(h, next);
-      }
+      products.polynomial(a, b / s, c / (s * s), r, h);  // H = a I + b R + c R^2
       if (i + 1 < end) {
-        product(z, r, a, r, t);  // T = a R + Z R
-        product(t, z, a, t, r);  // R <- a T + T Z
+        products.product(1, r, h, t);  // R <- R H^2
+        products.product(1, t, h, r);
+      }
+      if (i == begin) {
+        std::swap(product, h);
+      } else {
+        products.product(1, product, h, next);  // Q <- Q H
+        std::swap(product, next);
       }
     }
-    x.apply(later_scale / scale, h, 0);
+    x.apply(later_scale / scale, product, 0);
     scale = later_scale;
     begin = end;
   }
   x.store(1 / scale, out);
+}
+
+Tensor gram_fp32_polynomial(Tensor& r, const NewtonSchulzSteps& steps, StreamRef stream) {
+  SymmetricProducts products(r.size(-1) >= kTf32Side, stream);
+  const auto make = [&] { return Tensor::empty(r.shape(), DType::kFloat32, stream); };
+  Tensor z = make(), t = make(), q = make(), next = make();
+  for (int i = 0; i < steps.count; ++i) {
+    const auto& [a, b, c] = steps.step[i];
+    products.polynomial(0, b, c, r, z);  // Z = b R + c R^2
+    if (i == 0) {
+      q.copy_from(z, stream);
+      add_identity(a, q, stream);
+    } else {
+      products.add_product(q, z, a, q, next);  // Q <- a Q + Q Z
+      std::swap(q, next);
+    }
+    if (i + 1 == steps.count) break;
+    products.add_product(z, r, a, r, t);  // T = a R + Z R
+    products.add_product(t, z, a, t, r);  // R <- a T + T Z
+  }
+  return q;
+}
+
+void newton_schulz_gram_fp32(const NewtonSchulzMatrix& u, const NewtonSchulzMatrix& out, const Tensor& inverse,
+                             const NewtonSchulzSteps& steps, StreamRef stream) {
+  ShortSide x(u, DType::kFloat32, stream);
+  SymmetricProducts products(false, stream);
+  Tensor r = Tensor::empty({u.batches, x.x().size(1), x.x().size(1)}, DType::kFloat32, stream);
+  x.load(u, inverse, 1);
+  products.gram(1, x.x(), r);
+  x.apply(1, gram_fp32_polynomial(r, steps, stream), 0);
+  x.store(1, out);
 }
 
 }  // namespace rowan::detail

@@ -7,18 +7,21 @@
 
 namespace rowan::detail {
 
-/// How the iteration on Gram matrices keeps its operands.
-struct GramStorage {
-  DType dtype = DType::kFloat16;
-  int steps_a_restart = 3;     ///< after so many steps Q is applied and the Gram matrix taken anew; 0: never
-  bool scaled = true;          ///< times powers of two that keep float16 clear of its subnormal numbers
-  std::int64_t tf32_from = 0;  ///< float32 products of p x p matrices may run in TF32 from this p on; 0: never
-};
+/// Throws InvalidArgument when steps, coefficients, factor or epsilon do not fit.
+NewtonSchulzSteps newton_schulz_steps(const NewtonSchulzOptions& options);
 
 /// `inverse`: float64 [batches], from inverse_norms. u and out as in rowan/ops/newton_schulz.h.
 void newton_schulz_standard(const NewtonSchulzMatrix& u, const NewtonSchulzMatrix& out, const Tensor& inverse,
                             const NewtonSchulzSteps& steps, StreamRef stream);
+/// In float16, times powers of two that keep clear of its subnormal numbers. After every `steps_a_restart` steps Q is
+/// applied and the Gram matrix taken anew.
 void newton_schulz_gram(const NewtonSchulzMatrix& u, const NewtonSchulzMatrix& out, const Tensor& inverse,
-                        const NewtonSchulzSteps& steps, const GramStorage& storage, StreamRef stream);
+                        const NewtonSchulzSteps& steps, int steps_a_restart, StreamRef stream);
+/// In float32 without a restart.
+void newton_schulz_gram_fp32(const NewtonSchulzMatrix& u, const NewtonSchulzMatrix& out, const Tensor& inverse,
+                             const NewtonSchulzSteps& steps, StreamRef stream);
+/// The polynomial Q of all steps of a float32 Gram matrix r [batches, p, p], which is used up. Only Q carries the
+/// identity: TF32 would round small eigenvalues of R away in R (a I + Z), not in a R + R Z.
+Tensor gram_fp32_polynomial(Tensor& r, const NewtonSchulzSteps& steps, StreamRef stream);
 
 }  // namespace rowan::detail

@@ -12,8 +12,9 @@ namespace {
 constexpr const char* kOp = "newton_schulz";
 
 /// Below so many steps of a cluster, starting, sharing tiles and writing them takes longer than a whole product's
-/// second half (H200: 2048 x 2048 x 2048, 17 steps, 33 us against 29; 3072 x 3072 x 3072, 56 steps, 63 us against 83).
-constexpr std::int64_t kLeastSteps = 24;
+/// second half (H200: sides and depth 2048, 17 steps, 27 us against 25; 2560, 33 steps, 38 against 52; 3072, 47 steps,
+/// 58 against 77). A polynomial saves a pass over its diagonal, too.
+constexpr std::int64_t kLeastSteps = 24, kLeastStepsWithIdentity = 16;
 
 int clusters_of(StreamRef stream) { return multiprocessor_count(stream.device()) / 2; }
 
@@ -34,7 +35,10 @@ sm90::SymmetricProblem problem_of(const SymmetricProductArguments& a, StreamRef 
   p.side = static_cast<int>(a.side);
   p.depth = static_cast<int>(a.depth);
   p.batches = static_cast<int>(a.batches);
-  p.clusters = clusters_of(stream);
+  // Tiles that nearly fill the card are not shared: 2560 x 2560 x 2560 takes 34 us so, and 41 else.
+  const int clusters = clusters_of(stream);
+  const std::int64_t tiles = a.batches * p.tiles_each();
+  p.clusters = tiles <= clusters && 5 * tiles >= 4 * clusters ? static_cast<int>(tiles) : clusters;
   p.alpha = static_cast<float>(a.alpha);
   p.beta = static_cast<float>(a.beta);
   p.gamma = static_cast<float>(a.gamma);
@@ -81,7 +85,7 @@ bool symmetric_product_pays(const SymmetricProductArguments& a, StreamRef stream
   if (a.dtype != DType::kFloat16 || a.side % sm90::kBox != 0 || a.depth % sm90::kBox != 0) return false;
   if (a.side > kMostSide || a.depth > kMostSide || a.batches > kMostSide || !is_hopper(stream.device())) return false;
   const sm90::SymmetricProblem p = problem_of(a, stream);
-  return p.all_steps() >= kLeastSteps * p.clusters;
+  return p.all_steps() >= (a.gamma != 0 ? kLeastStepsWithIdentity : kLeastSteps) * clusters_of(stream);
 }
 
 std::int64_t symmetric_product_workspace(StreamRef stream) {

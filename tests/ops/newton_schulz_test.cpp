@@ -213,7 +213,7 @@ Tensor run_gram_float16(const Tensor& u, StreamRef stream) {
   NewtonSchulzSteps steps;
   for (steps.count = 0; steps.count < 5; ++steps.count) steps.step[steps.count] = {};
   Tensor out = Tensor::empty(u.shape(), DType::kFloat32, stream);
-  detail::newton_schulz_gram(matrix(u), matrix(out), inverse, steps, {}, stream);
+  detail::newton_schulz_gram(matrix(u), matrix(out), inverse, steps, 3, stream);
   return out;
 }
 
