@@ -29,7 +29,7 @@ struct AdamwPiece {
   double epsilon = 0;
   std::int64_t value_is_bfloat16 = 0;  ///< otherwise float16
 };
-inline constexpr std::int64_t kAdamwChunk = 4096;
+inline constexpr std::int64_t kAdamwChunk = 8192;
 
 struct AdamwBatchArguments {
   const AdamwPiece* pieces = nullptr;  ///< on the device

@@ -2,6 +2,7 @@
 
 #include "core/cuda_check.h"
 #include "ops/block_sum.cuh"
+#include "ops/device_types.cuh"
 #include "ops/piece_search.cuh"
 #include "ops/step_control_backend.h"
 #include "ops/step_control_math.h"
@@ -11,6 +12,15 @@ namespace rowan::cuda {
 namespace {
 
 constexpr int kThreads = 256;
+constexpr int kQuad = 4;
+
+__device__ double square(double x) { return x * x; }
+
+/// Whether groups of four lie in one row, where they can be read at once.
+__device__ bool fits_quads(const SquareSumPiece& p) {
+  return p.cols % kQuad == 0 && p.stride % kQuad == 0 &&
+         reinterpret_cast<std::uintptr_t>(p.gradient) % sizeof(Pack<float, kQuad>) == 0;
+}
 
 __global__ void __launch_bounds__(kThreads)
     square_sum_kernel(const SquareSumPiece* pieces, std::int64_t piece_count, double* partial) {
@@ -21,9 +31,16 @@ __global__ void __launch_bounds__(kThreads)
     const float* const gradient = static_cast<const float*>(piece.gradient);
     const std::int64_t begin = (chunk - piece.first_chunk) * kSquareSumChunk;
     const std::int64_t end = min(begin + kSquareSumChunk, piece.elements);
-    for (std::int64_t i = begin + threadIdx.x; i < end; i += kThreads) {
-      const double g = gradient[row_offset(i, piece.cols, piece.stride)];
-      sum += g * g;
+    if (fits_quads(piece)) {
+#pragma unroll 4
+      for (std::int64_t i = begin + threadIdx.x * kQuad; i < end; i += kThreads * kQuad) {
+        const auto g = *reinterpret_cast<const Pack<float, kQuad>*>(gradient + row_offset(i, piece.cols, piece.stride));
+#pragma unroll
+        for (int e = 0; e < kQuad; ++e) sum += square(g.value[e]);
+      }
+    } else {
+      for (std::int64_t i = begin + threadIdx.x; i < end; i += kThreads)
+        sum += square(gradient[row_offset(i, piece.cols, piece.stride)]);
     }
   }
   sum = block_sum<kThreads>(sum);
