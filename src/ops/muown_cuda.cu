@@ -6,6 +6,7 @@
 #include "core/cuda_check.h"
 #include "ops/device_types.cuh"
 #include "ops/muown_backend.h"
+#include "ops/muown_columns.cuh"
 #include "ops/muown_device.cuh"
 #include "ops/muown_short_rows.cuh"
 
@@ -18,58 +19,6 @@ using detail::FinishConstants;
 /// The larger magnitude; NaN wins.
 __device__ float larger(float a, float b) { return (b > a || isnan(b)) ? b : a; }
 
-__device__ void store_value(const MuownFinishArguments& a, std::int64_t offset, float x) {
-  if (a.value_dtype == DType::kBFloat16) {
-    static_cast<__nv_bfloat16*>(a.value.data)[offset] = from_float<__nv_bfloat16>(x);
-  } else if (a.value_dtype == DType::kFloat16) {
-    static_cast<__half*>(a.value.data)[offset] = from_float<__half>(x);
-  } else {
-    static_cast<float*>(a.value.data)[offset] = x;
-  }
-}
-
-/// The factors of prepare's elements: u = w inverse, D = ratio (G - u gg).
-struct RowPrepareFactors {
-  float gradient;  // of control
-  float inverse;
-  float ratio;
-  float back;  // of the direction d0
-  float mu;
-
-  __device__ RowPrepareFactors(const MuownPrepareArguments& a, std::int64_t row) {
-    const float g = static_cast<const float*>(a.magnitude)[row];
-    const float magnitude = detail::guarded_magnitude(g, static_cast<float>(a.epsilon));
-    const float norm = static_cast<const float*>(a.norm)[row];
-    gradient = static_cast<float>(detail::control_factor(a.control));
-    inverse = __frcp_rn(magnitude);
-    ratio = __fdiv_rn(magnitude, norm);
-    back = __fdiv_rn(norm, magnitude);
-    mu = static_cast<float>(a.mu);
-  }
-};
-
-/// <G, u> from <G, W>.
-__device__ float magnitude_gradient(const MuownPrepareArguments& a, std::int64_t row, double dot) {
-  const float g = static_cast<const float*>(a.magnitude)[row];
-  const float magnitude = detail::guarded_magnitude(g, static_cast<float>(a.epsilon));
-  return static_cast<float>(detail::control_factor(a.control) * dot * static_cast<double>(__frcp_rn(magnitude)));
-}
-
-/// d = w back - rate o.
-struct RowFinishFactors {
-  float magnitude;
-  float back;
-  float rate;
-
-  __device__ RowFinishFactors(const MuownFinishArguments& a, std::int64_t row) {
-    magnitude = static_cast<const float*>(a.magnitude)[row];
-    const float guarded = detail::guarded_magnitude(magnitude, static_cast<float>(a.epsilon));
-    back = __fdiv_rn(static_cast<const float*>(a.norm)[row], guarded);
-    rate = static_cast<float>(detail::direction_rate(a, row % a.shape.neurons));
-  }
-  __device__ float direction(float w, float o) const { return w * back - rate * o; }
-};
-
 /// The scalar part of one row: updates g, r, m, v and says what becomes of its elements. Not inlined: its registers
 /// would add to those of the elements that a thread keeps.
 __device__ __noinline__ RowPlan<float> finish_scalars(const MuownFinishArguments& a, const FinishConstants& constants,
@@ -77,13 +26,6 @@ __device__ __noinline__ RowPlan<float> finish_scalars(const MuownFinishArguments
   const RowPlan<float> plan = detail::finish_row(constants, sums, scalars.magnitude_grad, scalars.state);
   scalars.store(a, row);
   return plan;
-}
-
-__device__ float new_weight(const RowPlan<float>& plan, const RowFinishFactors& f, float w, float o) {
-  if (plan.mode == RowMode::kWake) return plan.scale * o;
-  if (plan.mode == RowMode::kKeep) return w;
-  const float step = plan.scale * f.direction(w, o);
-  return plan.decay == 0 ? step : step - plan.decay * w;
 }
 
 // ---- [.., out, in]: kThreads threads a row, four adjacent elements at a time
@@ -208,8 +150,11 @@ __global__ void __launch_bounds__(block_size(kThreads), least_prepare_blocks(kTh
   });
   row_sum<kThreads>(dot);
 
-  const RowPrepareFactors f(a, p.row);
-  const float gg = magnitude_gradient(a, p.row, dot[0]);
+  PrepareFactors f;
+  f.set(a, static_cast<const float*>(a.magnitude)[p.row], static_cast<const float*>(a.norm)[p.row]);
+  const double factor = detail::control_factor(a.control);
+  f.set_gradient(factor, dot[0]);
+  const auto gradient_factor = static_cast<float>(factor), mu = static_cast<float>(a.mu);
   double square[1] = {0};
   float largest = 0;
   for_each_quad<kThreads, kQuads>(p.lane, n, [&](std::int64_t j, int k) {
@@ -219,9 +164,9 @@ __global__ void __launch_bounds__(block_size(kThreads), least_prepare_blocks(kTh
     Quad<U> u;
 #pragma unroll
     for (int e = 0; e < kQuad; ++e) {
-      const float d = f.ratio * (gj.value[e] * f.gradient - wj.value[e] * f.inverse * gg);
-      m.value[e] = f.mu * m.value[e] + d;
-      u.value[e] = from_float<U>(nesterov ? d + f.mu * m.value[e] : m.value[e]);
+      const float d = f.ratio * (gj.value[e] * gradient_factor - wj.value[e] * f.inverse * f.gg);
+      m.value[e] = mu * m.value[e] + d;
+      u.value[e] = from_float<U>(nesterov ? d + mu * m.value[e] : m.value[e]);
       back.value[e] = wj.value[e] * f.back;
       if (!quads && j + e >= n) continue;
       const float stored = to_float(u.value[e]);
@@ -235,7 +180,7 @@ __global__ void __launch_bounds__(block_size(kThreads), least_prepare_blocks(kTh
   row_sum<kThreads>(square);
   largest = row_largest<kThreads>(largest);
   if (p.writes) {
-    static_cast<float*>(a.magnitude_grad)[p.row] = gg;
+    static_cast<float*>(a.magnitude_grad)[p.row] = f.gg;
     static_cast<float*>(a.row_max)[p.row] = largest;
     a.row_square_sum[p.row] = square[0];
   }
@@ -259,8 +204,9 @@ __global__ void __launch_bounds__(block_size(kThreads), least_finish_blocks(kThr
   const U* const update = line_of<const U>(a.update, p.batch, p.neuron);
   const std::int64_t n = p.inputs;
   const bool quads = a.shape.inputs % kQuad == 0 && quads_fit<float>(a.weight) && quads_fit<U>(a.update);
-  const RowFinishFactors f(a, p.row);
-  const bool maybe_cold = a.warm && f.magnitude == 0;
+  FinishFactors f;
+  f.set(a, p.neuron, static_cast<const float*>(a.magnitude)[p.row], static_cast<const float*>(a.norm)[p.row]);
+  const bool maybe_cold = f.maybe_cold;
   const bool decays = detail::decay_of(a) != 0;
   constexpr bool kKept = kQuads > 0;
   Quad<float> w[kKept ? kQuads : 1];
@@ -411,268 +357,11 @@ unsigned row_blocks(const MuownShape& shape, int threads) {
   return static_cast<unsigned>((shape.rows() + rows - 1) / rows);
 }
 
-// ---- [.., in, out]: tiles of 32 neurons, the lines in chunks; sums of a neuron in two stages
-// ---------------------------------
-
-constexpr int kTile = 32;     // neurons
-constexpr int kTileRows = 8;  // lines at a time
-constexpr std::int64_t kMostChunks = 64;
-
-struct Chunks {
-  std::int64_t lines = 0;  // a chunk
-  std::int64_t count = 0;
-  std::int64_t tiles = 0;
-};
-
-Chunks chunks_of(const MuownShape& shape) {
-  Chunks c;
-  c.lines = std::max<std::int64_t>(64, (shape.inputs + kMostChunks - 1) / kMostChunks);
-  c.count = std::max<std::int64_t>(1, (shape.inputs + c.lines - 1) / c.lines);
-  c.tiles = (shape.neurons + kTile - 1) / kTile;
-  return c;
-}
-
-/// Partial sums lie as [batch, chunk, which, neuron].
-__device__ std::int64_t partial_index(const MuownShape& shape, const Chunks& c, std::int64_t batch, std::int64_t chunk,
-                                      int which, int count, std::int64_t neuron) {
-  return ((batch * c.count + chunk) * count + which) * shape.neurons + neuron;
-}
-
-/// Where a block of 32 x 8 threads works.
-struct TilePosition {
-  std::int64_t batch;
-  std::int64_t chunk;
-  std::int64_t neuron;
-  std::int64_t row;
-  std::int64_t begin;  // of this thread's lines, in steps of kTileRows
-  std::int64_t end;
-  bool inside;
-
-  __device__ TilePosition(const MuownShape& shape, const Chunks& c, std::int64_t chunks) {
-    const std::int64_t block = blockIdx.x;
-    const std::int64_t tile = block % c.tiles;
-    chunk = block / c.tiles % chunks;
-    batch = block / (c.tiles * chunks);
-    neuron = tile * kTile + threadIdx.x;
-    inside = neuron < shape.neurons;
-    row = batch * shape.neurons + min(neuron, shape.neurons - 1);
-    begin = inside ? chunk * c.lines + threadIdx.y : 0;
-    end = inside ? min((chunk + 1) * c.lines, shape.inputs) : 0;
-  }
-};
-
-/// Sums v over the eight threads of each neuron in a fixed order; threads with threadIdx.y = 0 get the results.
-template <int kCount>
-__device__ void tile_sum(double (&v)[kCount]) {
-  __shared__ double parts[kTileRows][kCount][kTile];
-  __syncthreads();
-  for (int i = 0; i < kCount; ++i) parts[threadIdx.y][i][threadIdx.x] = v[i];
-  __syncthreads();
-  if (threadIdx.y != 0) return;
-  for (int i = 0; i < kCount; ++i) {
-    for (int y = 1; y < kTileRows; ++y) v[i] += parts[y][i][threadIdx.x];
-  }
-}
-
-__device__ float tile_largest(float v) {
-  __shared__ float parts[kTileRows][kTile];
-  __syncthreads();
-  parts[threadIdx.y][threadIdx.x] = v;
-  __syncthreads();
-  for (int y = 0; y < kTileRows; ++y) v = larger(v, parts[y][threadIdx.x]);
-  return v;
-}
-
-template <int kCount>
-__device__ void store_partials(const MuownShape& shape, const Chunks& c, const TilePosition& p,
-                               const double (&v)[kCount], double* partials) {
-  if (threadIdx.y != 0 || !p.inside) return;
-  for (int i = 0; i < kCount; ++i) partials[partial_index(shape, c, p.batch, p.chunk, i, kCount, p.neuron)] = v[i];
-}
-
-/// The chunks' partial sums of one neuron added up; valid where threadIdx.y = 0.
-template <int kCount>
-__device__ void load_partials(const MuownShape& shape, const Chunks& c, const TilePosition& p, double (&v)[kCount],
-                              const double* partials) {
-  for (int i = 0; i < kCount; ++i) v[i] = 0;
-  if (p.inside) {
-    for (std::int64_t chunk = threadIdx.y; chunk < c.count; chunk += kTileRows) {
-      for (int i = 0; i < kCount; ++i) v[i] += partials[partial_index(shape, c, p.batch, chunk, i, kCount, p.neuron)];
-    }
-  }
-  tile_sum(v);
-}
-
-__global__ void prepare_dots(const MuownPrepareArguments a, const Chunks c, double* partials) {
-  if (detail::control_skips(a.control)) return;
-  const TilePosition p(a.shape, c, c.count);
-  double dot[1] = {0};
-  for (std::int64_t i = p.begin; i < p.end; i += kTileRows) {
-    const double w = line_of<const float>(a.weight, p.batch, i)[p.neuron];
-    dot[0] += w * line_of<const float>(a.gradient, p.batch, i)[p.neuron];
-  }
-  tile_sum(dot);
-  store_partials(a.shape, c, p, dot, partials);
-}
-
-__global__ void prepare_gradients(const MuownPrepareArguments a, const Chunks c, const double* partials) {
-  if (detail::control_skips(a.control)) return;
-  const TilePosition p(a.shape, c, 1);
-  double dot[1];
-  load_partials(a.shape, c, p, dot, partials);
-  if (threadIdx.y == 0 && p.inside) static_cast<float*>(a.magnitude_grad)[p.row] = magnitude_gradient(a, p.row, dot[0]);
-}
-
-/// Partials: sum of squares and largest magnitude of U.
-template <class U>
-__global__ void prepare_updates(const MuownPrepareArguments a, const Chunks c, double* partials) {
-  if (detail::control_skips(a.control)) return;
-  const TilePosition p(a.shape, c, c.count);
-  const RowPrepareFactors f(a, p.row);
-  const float gg = static_cast<const float*>(a.magnitude_grad)[p.row];
-  double sums[1] = {0};
-  float largest = 0;
-  for (std::int64_t i = p.begin; i < p.end; i += kTileRows) {
-    const float w = line_of<const float>(a.weight, p.batch, i)[p.neuron];
-    const float g = line_of<const float>(a.gradient, p.batch, i)[p.neuron];
-    float* const momentum = line_of<float>(a.momentum, p.batch, i) + p.neuron;
-    const float d = f.ratio * (g * f.gradient - w * f.inverse * gg);
-    const float m = f.mu * *momentum + d;
-    *momentum = m;
-    const U u = from_float<U>(a.nesterov ? d + f.mu * m : m);
-    line_of<U>(a.update, p.batch, i)[p.neuron] = u;
-    if (a.direction.data) line_of<float>(a.direction, p.batch, i)[p.neuron] = w * f.back;
-    const float stored = to_float(u);
-    sums[0] += static_cast<double>(stored) * static_cast<double>(stored);
-    largest = larger(largest, fabsf(stored));
-  }
-  tile_sum(sums);
-  const double both[2] = {sums[0], tile_largest(largest)};
-  store_partials(a.shape, c, p, both, partials);
-}
-
-__global__ void prepare_row_sums(const MuownPrepareArguments a, const Chunks c, const double* partials) {
-  if (detail::control_skips(a.control)) return;
-  const TilePosition p(a.shape, c, 1);
-  double sums[1] = {0};
-  float largest = 0;
-  if (p.inside) {
-    for (std::int64_t chunk = threadIdx.y; chunk < c.count; chunk += kTileRows) {
-      sums[0] += partials[partial_index(a.shape, c, p.batch, chunk, 0, 2, p.neuron)];
-      largest =
-          larger(largest, static_cast<float>(partials[partial_index(a.shape, c, p.batch, chunk, 1, 2, p.neuron)]));
-    }
-  }
-  tile_sum(sums);
-  largest = tile_largest(largest);
-  if (threadIdx.y != 0 || !p.inside) return;
-  a.row_square_sum[p.row] = sums[0];
-  static_cast<float*>(a.row_max)[p.row] = largest;
-}
-
-constexpr int kFinishSums = 6;
-
-template <class U>
-__global__ void finish_sums(const MuownFinishArguments a, const Chunks c, double* partials) {
-  if (detail::control_skips(a.control)) return;
-  const TilePosition p(a.shape, c, c.count);
-  const RowFinishFactors f(a, p.row);
-  const bool maybe_cold = a.warm && f.magnitude == 0;
-  double sums[kFinishSums] = {0, 0, 0, 0, 0, 0};
-  for (std::int64_t i = p.begin; i < p.end; i += kTileRows) {
-    const float w = line_of<const float>(a.weight, p.batch, i)[p.neuron];
-    const float o = to_float(line_of<const U>(a.update, p.batch, i)[p.neuron]);
-    const double d = f.direction(w, o), wide = w, out = o;
-    sums[0] += d * d;
-    sums[1] += d * wide;
-    sums[2] += wide * wide;
-    if (maybe_cold) {
-      sums[3] += out * out;
-      sums[4] += out * line_of<const float>(a.gradient, p.batch, i)[p.neuron];
-    }
-    if (f.rate * o != 0) sums[5] = 1;
-  }
-  tile_sum(sums);
-  store_partials(a.shape, c, p, sums, partials);
-}
-
-/// What finish_elements needs of a row whose scalars have been updated.
-struct StoredPlan {
-  RowPlan<float> plan;
-  RowFinishFactors factors;
-};
-
-__global__ void finish_row_scalars(const MuownFinishArguments a, const Chunks c, const double* partials,
-                                   StoredPlan* plans) {
-  if (detail::control_skips(a.control)) return;
-  const TilePosition p(a.shape, c, 1);
-  double sums[kFinishSums];
-  load_partials(a.shape, c, p, sums, partials);
-  if (threadIdx.y != 0 || !p.inside) return;
-  const RowFinishFactors factors(a, p.row);
-  RowScalars scalars;
-  scalars.load(a, p.row);
-  const RowPlan<float> plan = finish_scalars(a, detail::finish_constants(a), p.row,
-                                             {sums[0], sums[1], sums[2], sums[3], sums[4], sums[5] != 0}, scalars);
-  plans[p.row] = {plan, factors};
-}
-
-template <class U>
-__global__ void finish_elements(const MuownFinishArguments a, const Chunks c, const StoredPlan* plans) {
-  if (detail::control_skips(a.control)) return;
-  const TilePosition p(a.shape, c, c.count);
-  const StoredPlan row = plans[p.row];
-  if (row.plan.mode == RowMode::kKeep && !a.value.data) return;
-  for (std::int64_t i = p.begin; i < p.end; i += kTileRows) {
-    float* const weight = line_of<float>(a.weight, p.batch, i) + p.neuron;
-    const float x =
-        new_weight(row.plan, row.factors, *weight, to_float(line_of<const U>(a.update, p.batch, i)[p.neuron]));
-    if (row.plan.mode != RowMode::kKeep) *weight = x;
-    if (a.value.data) store_value(a, p.batch * a.value.batch_stride + i * a.value.line_stride + p.neuron, x);
-  }
-}
-
-__global__ void init_sums(const MuownInitArguments a, const Chunks c, double* partials) {
-  const TilePosition p(a.shape, c, c.count);
-  double square[1] = {0};
-  for (std::int64_t i = p.begin; i < p.end; i += kTileRows) {
-    const double w = line_of<const float>(a.weight, p.batch, i)[p.neuron];
-    square[0] += w * w;
-  }
-  tile_sum(square);
-  store_partials(a.shape, c, p, square, partials);
-}
-
-__global__ void init_row_scalars(const MuownInitArguments a, const Chunks c, const double* partials) {
-  const TilePosition p(a.shape, c, 1);
-  double square[1];
-  load_partials(a.shape, c, p, square, partials);
-  if (threadIdx.y != 0 || !p.inside) return;
-  detail::init_row(sqrt(square[0]), a, static_cast<float*>(a.magnitude)[p.row], static_cast<float*>(a.norm)[p.row]);
-}
-
-/// Launch shapes of the transposed kernels: one block a tile and chunk, or one block a tile.
-struct TileLaunch {
-  Chunks chunks;
-  dim3 threads{kTile, kTileRows};
-  unsigned elements;
-  unsigned rows;
-
-  explicit TileLaunch(const MuownShape& shape)
-      : chunks(chunks_of(shape)),
-        elements(static_cast<unsigned>(shape.batches * chunks.count * chunks.tiles)),
-        rows(static_cast<unsigned>(shape.batches * chunks.tiles)) {}
-};
-
-std::size_t partial_bytes(const MuownShape& shape) {
-  return sizeof(double) * kFinishSums * static_cast<std::size_t>(shape.rows() * chunks_of(shape).count);
-}
-
 }  // namespace
 
 std::size_t muown_workspace_bytes(const MuownShape& shape) {
   if (!shape.transposed) return 0;
-  return partial_bytes(shape) + sizeof(StoredPlan) * static_cast<std::size_t>(shape.rows());
+  return columns::partial_bytes(shape) + sizeof(columns::StoredPlan) * static_cast<std::size_t>(shape.rows());
 }
 
 MuownRowKind muown_row_kind(const MuownShape& shape) {
@@ -756,15 +445,15 @@ void muown_prepare(const MuownPrepareArguments& a, void* workspace, StreamRef st
   const cudaStream_t queue = to_cuda(stream);
   with_update_type(a.shape.update_dtype, [&](auto type) {
     using U = decltype(type);
-    const TileLaunch launch(a.shape);
+    const columns::Launch launch(a.shape);
     double* const partials = static_cast<double*>(workspace);
-    prepare_dots<<<launch.elements, launch.threads, 0, queue>>>(a, launch.chunks, partials);
+    columns::prepare_dots<<<launch.elements, launch.threads, 0, queue>>>(a, launch.chunks, partials);
     check_launch("muown_prepare");
-    prepare_gradients<<<launch.rows, launch.threads, 0, queue>>>(a, launch.chunks, partials);
+    columns::prepare_gradients<<<launch.rows, launch.threads, 0, queue>>>(a, launch.chunks, partials);
     check_launch("muown_prepare");
-    prepare_updates<U><<<launch.elements, launch.threads, 0, queue>>>(a, launch.chunks, partials);
+    columns::prepare_updates<U><<<launch.elements, launch.threads, 0, queue>>>(a, launch.chunks, partials);
     check_launch("muown_prepare");
-    prepare_row_sums<<<launch.rows, launch.threads, 0, queue>>>(a, launch.chunks, partials);
+    columns::prepare_row_sums<<<launch.rows, launch.threads, 0, queue>>>(a, launch.chunks, partials);
     check_launch("muown_prepare");
   });
 }
@@ -776,14 +465,15 @@ void muown_finish(const MuownFinishArguments& a, void* workspace, StreamRef stre
   const cudaStream_t queue = to_cuda(stream);
   with_update_type(a.shape.update_dtype, [&](auto type) {
     using U = decltype(type);
-    const TileLaunch launch(a.shape);
+    const columns::Launch launch(a.shape);
     double* const partials = static_cast<double*>(workspace);
-    auto* const plans = reinterpret_cast<StoredPlan*>(static_cast<std::byte*>(workspace) + partial_bytes(a.shape));
-    finish_sums<U><<<launch.elements, launch.threads, 0, queue>>>(a, launch.chunks, partials);
+    auto* const plans =
+        reinterpret_cast<columns::StoredPlan*>(static_cast<std::byte*>(workspace) + columns::partial_bytes(a.shape));
+    columns::finish_sums<U><<<launch.elements, launch.threads, 0, queue>>>(a, launch.chunks, partials);
     check_launch("muown_finish");
-    finish_row_scalars<<<launch.rows, launch.threads, 0, queue>>>(a, launch.chunks, partials, plans);
+    columns::finish_row_scalars<<<launch.rows, launch.threads, 0, queue>>>(a, launch.chunks, partials, plans);
     check_launch("muown_finish");
-    finish_elements<U><<<launch.elements, launch.threads, 0, queue>>>(a, launch.chunks, plans);
+    columns::finish_elements<U><<<launch.elements, launch.threads, 0, queue>>>(a, launch.chunks, plans);
     check_launch("muown_finish");
   });
 }
@@ -792,11 +482,11 @@ void muown_init(const MuownInitArguments& a, void* workspace, StreamRef stream) 
   const DeviceGuard guard(stream.device());
   const cudaStream_t queue = to_cuda(stream);
   if (a.shape.transposed) {
-    const TileLaunch launch(a.shape);
+    const columns::Launch launch(a.shape);
     double* const partials = static_cast<double*>(workspace);
-    init_sums<<<launch.elements, launch.threads, 0, queue>>>(a, launch.chunks, partials);
+    columns::init_sums<<<launch.elements, launch.threads, 0, queue>>>(a, launch.chunks, partials);
     check_launch("muown_init");
-    init_row_scalars<<<launch.rows, launch.threads, 0, queue>>>(a, launch.chunks, partials);
+    columns::init_row_scalars<<<launch.rows, launch.threads, 0, queue>>>(a, launch.chunks, partials);
   } else if (a.shape.inputs <= kBlock) {
     init_rows<kWarp><<<row_blocks(a.shape, kWarp), block_size(kWarp), 0, queue>>>(a);
   } else {
