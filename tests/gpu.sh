@@ -3,6 +3,8 @@
 # compute-sanitizer, the demo on CPU and CUDA, the benchmarks, and the study of default rates. Logs and results go to the folder
 # given; a short table closes the output, and the status is 1 when anything failed.
 # Usage: tests/gpu.sh LOG_FOLDER [build] [tests] [sanitize] [demo] [bench] [study]   (default: build tests sanitize demo)
+# initcheck does not see what cuBLAS stores by the bulk copy engine of Hopper, and reports every reader of a product (seen with
+# CUDA 13.0: a program of one cublasGemmEx and a kernel that sums its result).
 # Environment: SANITIZE_TOOLS (default: all four), BENCHES (default: lora muown step), ROWAN_COMMIT (named in results where the
 # checkout has no git).
 set -uo pipefail
