@@ -45,7 +45,8 @@ void check_rows(const std::vector<TokenRow>& rows, const ModelConfig& config, co
 }  // namespace
 
 void run_eval(const EvalOptions& options) {
-  const Stream stream(parse_device(options.device));
+  const RankPlace place = join_ranks(options.ranks);
+  const Stream stream(place.device);
   // Everything is checked before the model takes memory.
   const SavedModel saved(options.model, options.adapter, options.dtype);
   const DatasetOptions dataset{
@@ -58,8 +59,9 @@ void run_eval(const EvalOptions& options) {
   if (tokens == 0) throw Error(ErrorKind::kFormat, fmt::format("{}: no token counts for a loss", options.data));
 
   LlamaModel model = saved.load(stream);
-  const double loss = evaluate(model, batches, stream);
+  const double loss = evaluate(model, batches, *place.communicator, stream);
   if (!std::isfinite(loss)) throw std::runtime_error("eval: the loss is not finite");
+  if (!place.is_first()) return;
   if (options.json) {
     std::cout << nlohmann::ordered_json{{"loss", loss}, {"tokens", tokens}, {"perplexity", std::exp(loss)}}.dump()
               << '\n';

@@ -4,6 +4,8 @@
 #include <optional>
 #include <string>
 
+#include "launch.h"
+
 namespace rowan::app {
 
 struct EvalOptions {
@@ -12,7 +14,7 @@ struct EvalOptions {
   std::string data;
   std::string chat_template;  ///< empty: the model's own
   bool mask_prompts = false;
-  std::string device = "auto";
+  RankOptions ranks;
   std::string dtype;  ///< empty: that of the model's configuration
   bool json = false;
 };

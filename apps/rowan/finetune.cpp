@@ -28,6 +28,7 @@
 #include "rowan/core/error.h"
 #include "rowan/io/atomic_file.h"
 #include "rowan/nn/llama_files.h"
+#include "rowan/optim/data_parallel.h"
 #include "rowan/text/dataset.h"
 #include "rowan/train/memory_estimate.h"
 #include "rowan/train/metrics.h"
@@ -124,9 +125,20 @@ std::vector<TokenRow> read_rows(const FinetuneOptions& o, const std::string& pat
   return rows;
 }
 
-BatchLoader make_loader(const FinetuneOptions& o, const std::string& path, const ModelConfig& config, bool shuffle) {
-  const BatchLoaderOptions options{
-      .batch_size = o.batch_size, .max_length = o.max_length, .packing = o.packing, .shuffle = shuffle, .seed = o.seed};
+/// A rank's share of the batches of training.
+struct Share {
+  std::int64_t rank = 0, world = 1;
+};
+
+BatchLoader make_loader(const FinetuneOptions& o, const std::string& path, const ModelConfig& config, bool shuffle,
+                        Share share) {
+  const BatchLoaderOptions options{.batch_size = o.batch_size,
+                                   .max_length = o.max_length,
+                                   .packing = o.packing,
+                                   .shuffle = shuffle,
+                                   .seed = o.seed,
+                                   .rank = share.rank,
+                                   .world = share.world};
   std::vector<TokenRow> rows = read_rows(o, path, config);
   try {
     return BatchLoader(std::move(rows), options);
@@ -165,7 +177,7 @@ std::int64_t most_tokens(const BatchLoader& loader) {
   return most;
 }
 
-Plan make_plan(const FinetuneOptions& given, Device device) {
+Plan make_plan(const FinetuneOptions& given, Device device, Share share) {
   Plan plan;
   plan.options = given;
   FinetuneOptions& o = plan.options;
@@ -192,13 +204,13 @@ Plan make_plan(const FinetuneOptions& given, Device device) {
   plan.optimizer.groups = optimizer_groups(o.optimizer_groups, parse_algorithm(o.optimizer), o.weight_decay);
   plan.optimizer.max_gradient_norm = o.max_grad_norm;
 
-  plan.loader.emplace(make_loader(o, o.data, plan.config, true));
+  plan.loader.emplace(make_loader(o, o.data, plan.config, true, share));
   const std::int64_t steps_per_epoch = (plan.loader->batches_per_epoch() + o.grad_accum - 1) / o.grad_accum;
   plan.steps = total_steps(o, steps_per_epoch);
   std::int64_t tokens = most_tokens(*plan.loader);
   if (!o.eval_data.empty()) {
     if (o.eval_steps == 0) o.eval_steps = steps_per_epoch;
-    BatchLoader eval = make_loader(o, o.eval_data, plan.config, false);
+    BatchLoader eval = make_loader(o, o.eval_data, plan.config, false, {});
     while (std::optional<HostBatch> batch = eval.next()) plan.eval_batches.push_back(std::move(*batch));
   }
   require_texts(o);
@@ -211,7 +223,8 @@ Plan make_plan(const FinetuneOptions& given, Device device) {
 /// Options that a resumed run may change freely: they do not touch what is computed, or are compared by content.
 bool is_free(const std::string& name) {
   static const std::set<std::string> free = {
-      "model", "data", "out", "adapter", "eval_data", "save_steps", "save_total_limit", "recompute", "device"};
+      "model",     "data",  "out",    "adapter",     "eval_data", "save_steps", "save_total_limit",
+      "recompute", "ranks", "device", "comm_timeout"};
   return free.contains(name);
 }
 
@@ -470,41 +483,43 @@ const char* name_of(RunEnd end) {
 /// One run from its plan to its files.
 class Finetuning {
  public:
-  Finetuning(Plan& plan, StreamRef stream, std::shared_ptr<TrackingAllocator> memory)
+  Finetuning(Plan& plan, Communicator& communicator, StreamRef stream, std::shared_ptr<TrackingAllocator> memory)
       : plan_(plan),
+        communicator_(communicator),
         stream_(stream),
         memory_(std::move(memory)),
         directory_{plan.options.out, plan.options.method == "full"},
-        progress_("finetune", output(plan.options)) {}
+        progress_("finetune", output(plan.options, is_first())) {}
 
   void run() {
-    make_directories(directory_.out);
+    if (is_first()) make_directories(directory_.out);
     const std::optional<Checkpoint> checkpoint = find_checkpoint(plan_.options, directory_, progress_);
     LlamaModel model(plan_.config, plan_.model, stream_);
     load_weights(plan_, model, stream_);
-    const auto optimizer = make_optimizer(plan_.optimizer, model.parameters(), stream_);
+    const auto optimizer = make_data_parallel_optimizer(plan_.optimizer, model.parameters(), communicator_, stream_);
     require_groups_used(plan_.optimizer, model.trainable_parameters());
     TrainingRunOptions options = run_options(plan_, directory_, stream_.device());
     options.on_step = [this](const TrainStep& step) { show(step); };
     options.on_evaluation = [this](const Evaluation& e) { show(e); };
     Sinks sinks(directory_);
-    options.sinks = {&sinks};
-    SingleCommunicator communicator;
-    TrainingRun run(model, *optimizer, communicator, std::move(options), stream_);
+    if (is_first()) options.sinks = {&sinks};
+    TrainingRun run(model, *optimizer, communicator_, std::move(options), stream_);
     if (checkpoint) {
       resume(run, *checkpoint, *plan_.loader, plan_.options);
       first_step_ = run.steps();
       progress_.print(fmt::format("going on from {}", checkpoint->directory.string()));
     }
-    begin_files();
+    if (is_first()) begin_files();
     const RunEnd end = train(run);
     finish(run, end);
   }
 
  private:
-  static ProgressOutput output(const FinetuneOptions& o) {
+  bool is_first() const { return communicator_.rank() == 0; }
+
+  static ProgressOutput output(const FinetuneOptions& o, bool is_first) {
     ProgressOutput output = ProgressOutput::standard_error();
-    if (o.json) output.style = ProgressStyle::kQuiet;
+    if (o.json || !is_first) output.style = ProgressStyle::kQuiet;
     return output;
   }
 
@@ -539,7 +554,7 @@ class Finetuning {
   }
 
   void finish(TrainingRun& run, RunEnd end) {
-    if (fs::exists(directory_.metrics()))
+    if (is_first() && fs::exists(directory_.metrics()))
       write_text_file(directory_.out / "loss.svg", loss_plot(directory_.metrics(), plan_.options));
     if (end == RunEnd::kDiverged) {
       throw std::runtime_error(fmt::format(
@@ -547,14 +562,19 @@ class Finetuning {
           "that is good, and a lower --learning-rate may help",
           run.steps(), last_loss_));
     }
-    if (end != RunEnd::kCancelled) {
-      run.save_model(directory_.result());
-      for (const fs::path& model : {directory_.result(), directory_.best()}) {
-        if (directory_.full && fs::exists(model)) copy_companions(plan_.options.model, model);
-      }
+    if (is_first()) {
+      if (end != RunEnd::kCancelled) save(run);
+      report(run, end);
     }
-    report(run, end);
+    communicator_.barrier(stream_);  // no rank leaves before the files are there
     if (end == RunEnd::kCancelled) throw Interrupted{static_cast<int>(last_signal)};
+  }
+
+  void save(const TrainingRun& run) const {
+    run.save_model(directory_.result());
+    for (const fs::path& model : {directory_.result(), directory_.best()}) {
+      if (directory_.full && fs::exists(model)) copy_companions(plan_.options.model, model);
+    }
   }
 
   void report(const TrainingRun& run, RunEnd end) const {
@@ -571,6 +591,7 @@ class Finetuning {
                          {"seconds", seconds},
                          {"memory_estimate_bytes", plan_.memory.total()},
                          {"memory_peak_bytes", memory_->peak_bytes()},
+                         {"ranks", communicator_.size()},
                          {"device", to_string(stream_.device())}};
       std::cout << line.dump() << '\n';
       return;
@@ -591,6 +612,7 @@ class Finetuning {
   }
 
   Plan& plan_;
+  Communicator& communicator_;
   StreamRef stream_;
   std::shared_ptr<TrackingAllocator> memory_;
   RunDirectory directory_;
@@ -605,13 +627,14 @@ class Finetuning {
 }  // namespace
 
 void run_finetune(const FinetuneOptions& options) {
-  const Device device = parse_device(options.device);
-  Plan plan = make_plan(options, device);
-  if (options.dry_run) return print_plan(plan);
-  const auto memory = std::make_shared<TrackingAllocator>(current_allocator(device));
+  if (options.dry_run)
+    return print_plan(make_plan(options, parse_device(options.ranks.device), {0, std::max(1, options.ranks.ranks)}));
+  const RankPlace place = join_ranks(options.ranks);
+  Plan plan = make_plan(options, place.device, {place.communicator->rank(), place.communicator->size()});
+  const auto memory = std::make_shared<TrackingAllocator>(current_allocator(place.device));
   const ScopedAllocator scope(memory);
-  const Stream stream(device);
-  Finetuning(plan, stream, memory).run();
+  const Stream stream(place.device);
+  Finetuning(plan, *place.communicator, stream, memory).run();
 }
 
 }  // namespace rowan::app

@@ -5,6 +5,8 @@
 #include <set>
 #include <string>
 
+#include "launch.h"
+
 namespace rowan::app {
 
 /// The options of `rowan finetune` under their names there; see its help.
@@ -42,7 +44,7 @@ struct FinetuneOptions {
   std::int64_t save_total_limit = 0;
 
   std::string dtype;
-  std::string device = "auto";
+  RankOptions ranks;
   std::uint64_t seed = 42;
 
   std::string resume;

@@ -6,6 +6,7 @@
 #include <nlohmann/json.hpp>
 
 #include "option_checks.h"
+#include "rank_options.h"
 #include "rowan/core/error.h"
 #include "rowan/io/atomic_file.h"
 
@@ -101,10 +102,11 @@ void add_length(CLI::App& command, FinetuneOptions& o) {
   command.add_option("--max-steps", o.max_steps, "Optimizer steps; with --epochs too, what is reached first")
       ->check(positive);
   command
-      .add_option("--batch-size", o.batch_size, "Rows of a micro-batch; with --packing its tokens, over --max-length")
+      .add_option("--batch-size", o.batch_size,
+                  "Rows of a rank's micro-batch; with --packing its tokens, over --max-length")
       ->check(positive)
       ->capture_default_str();
-  command.add_option("--grad-accum", o.grad_accum, "Micro-batches of an optimizer step")
+  command.add_option("--grad-accum", o.grad_accum, "Micro-batches of a rank in an optimizer step")
       ->check(positive)
       ->capture_default_str();
   command
@@ -138,9 +140,9 @@ void add_watching(CLI::App& command, FinetuneOptions& o) {
                    "With --resume: --data may have changed; its epoch begins anew");
   command.add_flag("--allow-world-size", o.allow_world_size,
                    "With --resume: another number of ranks; the run then does not go on bit for bit");
-  command.add_option("--device", o.device, "cpu, cuda, cuda:N or auto (a CUDA device where there is one)")
-      ->capture_default_str();
-  command.add_flag("--dry-run", o.dry_run, "Say how many parameters are trained and what memory that takes, and stop");
+  add_ranks(command, o.ranks);
+  command.add_flag("--dry-run", o.dry_run,
+                   "Say how many parameters are trained and what memory that takes (were it on one rank), and stop");
   command.add_flag("--json", o.json, "End with one line of JSON on stdout, and keep quiet otherwise");
 }
 
@@ -190,7 +192,11 @@ void add_finetune(CLI::App& program, FinetuneOptions& options) {
     for (const CLI::Option* option : command->get_options()) {
       if (option->count() > 0) options.given.insert(option->get_lnames().front());
     }
-    run_finetune(options);
+    if (options.dry_run) {
+      run_finetune(options);
+    } else {
+      run_on_ranks(options.ranks, [&options] { run_finetune(options); });
+    }
   });
 }
 
@@ -268,7 +274,9 @@ std::string resolved_config(const FinetuneOptions& o) {
   json["save_steps"] = o.save_steps;
   add_count("save_total_limit", o.save_total_limit);
   json["seed"] = o.seed;
-  json["device"] = o.device;
+  add_count("ranks", o.ranks.ranks);
+  json["device"] = o.ranks.device;
+  json["comm_timeout"] = o.ranks.comm_timeout;
   return json.dump(2) + "\n";
 }
 

@@ -16,10 +16,10 @@
 #include "generate.h"
 #include "info.h"
 #include "inspect.h"
-#include "launch.h"
 #include "merge.h"
 #include "option_checks.h"
 #include "plot.h"
+#include "rank_options.h"
 #include "rowan/core/build_info.h"
 #include "rowan/core/error.h"
 
@@ -30,37 +30,11 @@ constexpr const char* kFooter =
     "memory,\n"
     "130 or 143 interrupted by SIGINT or SIGTERM, after saving where the command trains.";
 
+using rowan::app::add_ranks;
+using rowan::app::add_tune_file;
 using rowan::app::check_not_empty;
 using rowan::app::check_seed;
-
-void add_ranks(CLI::App& command, rowan::app::RankOptions& options) {
-  command
-      .add_option(
-          "--ranks", options.ranks,
-          "Processes that share each batch, started on this machine: over NCCL on CUDA, TCP on the CPU (default: "
-          "one, or as torchrun, mpirun or srun started the program)")
-      ->check(CLI::Range(1, 4096));
-  command
-      .add_option("--comm-timeout", options.comm_timeout, "Seconds that a rank waits for another before the run fails")
-      ->check(CLI::Range(0.1, 86400.0))
-      ->capture_default_str();
-  command
-      .add_option(
-          "--device", options.device,
-          "cpu, cuda, cuda:N or auto (CUDA where there is a device); of several ranks each takes the device of its "
-          "own number")
-      ->capture_default_str();
-}
-
-/// Runs a command here, or on ranks that this process starts.
-template <class F>
-void run_on_ranks(const rowan::app::RankOptions& options, const F& run) {
-  if (rowan::app::starts_ranks(options)) {
-    rowan::app::start_ranks(options);
-  } else {
-    run();
-  }
-}
+using rowan::app::run_on_ranks;
 
 void add_demo(CLI::App& program, rowan::app::DemoOptions& options) {
   CLI::App* demo = program.add_subcommand(
@@ -110,12 +84,11 @@ void add_eval(CLI::App& program, rowan::app::EvalOptions& options) {
                    "these");
   eval->add_flag("--mask-prompts", options.mask_prompts,
                  "Only completions and what assistants say count for the loss; texts count whole");
-  eval->add_option("--device", options.device, "cpu, cuda, cuda:N or auto (a CUDA device where there is one)")
-      ->capture_default_str();
+  add_ranks(*eval, options.ranks);
   eval->add_option("--dtype", options.dtype,
                    "float32, bfloat16 or float16; default: the dtype of the model's configuration");
   eval->add_flag("--json", options.json, "Print one line of JSON: loss (nats a token), tokens, perplexity");
-  eval->callback([&options] { rowan::app::run_eval(options); });
+  eval->callback([&options] { run_on_ranks(options.ranks, [&options] { rowan::app::run_eval(options); }); });
 }
 
 void add_generate(CLI::App& program, rowan::app::GenerateOptions& options) {
@@ -152,6 +125,7 @@ void add_generate(CLI::App& program, rowan::app::GenerateOptions& options) {
   generate->add_option("--seed", options.sampling.seed, "Seed of sampling")->check(check_seed)->capture_default_str();
   generate->add_option("--device", options.device, "cpu, cuda, cuda:N or auto (a CUDA device where there is one)")
       ->capture_default_str();
+  add_tune_file(*generate);
   generate->add_option("--dtype", options.dtype,
                        "float32, bfloat16 or float16; default: the dtype of the model's configuration");
   generate->add_flag("--json", options.json, "Print one line of JSON at the end: text, prompt_ids, ids, ended");

@@ -105,15 +105,19 @@ TrainStep Trainer::step(std::span<const HostBatch> micro_batches) {
 }
 
 double Trainer::evaluate(std::span<const HostBatch> batches) {
-  const auto [sum, counted] = loss_sum(model_, batches, static_cast<std::size_t>(communicator_.rank()),
-                                       static_cast<std::size_t>(communicator_.size()), stream_);
-  return mean(sum_over_ranks<double>({sum}, communicator_, stream_)[0],
-              sum_over_ranks<std::int64_t>({counted}, communicator_, stream_)[0]);
+  return rowan::evaluate(model_, batches, communicator_, stream_);
+}
+
+double evaluate(LlamaModel& model, std::span<const HostBatch> batches, Communicator& communicator, StreamRef stream) {
+  const auto [sum, counted] = loss_sum(model, batches, static_cast<std::size_t>(communicator.rank()),
+                                       static_cast<std::size_t>(communicator.size()), stream);
+  return mean(sum_over_ranks<double>({sum}, communicator, stream)[0],
+              sum_over_ranks<std::int64_t>({counted}, communicator, stream)[0]);
 }
 
 double evaluate(LlamaModel& model, std::span<const HostBatch> batches, StreamRef stream) {
-  const auto [sum, counted] = loss_sum(model, batches, 0, 1, stream);
-  return mean(sum, counted);
+  SingleCommunicator single;
+  return evaluate(model, batches, single, stream);
 }
 
 }  // namespace rowan

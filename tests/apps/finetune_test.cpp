@@ -207,6 +207,71 @@ TEST_CASE("a run that is killed while it saves goes on from a sound checkpoint, 
   check_same_run(bench, "straight", "killed", 26, "adapter/adapter_model.safetensors");
 }
 
+TEST_CASE("rowan finetune on several ranks learns what one rank does from the same batches", "[finetune][dist]") {
+  const Bench bench;
+  const std::string evaluated = "--eval-data " + bench.quoted("eval.jsonl") + " --eval-steps 3 ";
+  for (const std::string method : {"--method lora --learning-rate 0.01", "--method full --learning-rate 0.002"}) {
+    CAPTURE(method);
+    const std::string full = method.find("full") == std::string::npos ? "" : "full-";
+    const std::string options = evaluated + method + " --batch-size 2 --max-steps 8 ";
+    const json one = bench.done(full + "one", options + "--grad-accum 6");
+    for (const int ranks : {2, 3}) {
+      CAPTURE(ranks);
+      const std::string out = full + std::to_string(ranks);
+      const json several =
+          bench.done(out, options + "--grad-accum " + std::to_string(6 / ranks) + " --ranks " + std::to_string(ranks));
+      CHECK(several.at("ranks") == ranks);
+      CHECK(several.at("tokens") == one.at("tokens"));
+      const std::vector<double> expected = bench.losses(full + "one"), got = bench.losses(out);
+      REQUIRE(got.size() == 8);
+      for (std::size_t i = 0; i < 8; ++i) CHECK(std::abs(got[i] - expected[i]) < 1e-4 * expected[i]);
+      CHECK(std::abs(several.at("eval_loss").get<double>() - one.at("eval_loss").get<double>()) < 1e-3);
+      const std::string trained =
+          "--model " + (full.empty() ? bench.model() + " --adapter " + bench.quoted(out + "/adapter")
+                                     : bench.quoted(out + "/model"));
+      CHECK(std::abs(bench.eval("eval.jsonl", trained) - several.at("eval_loss").get<double>()) < 1e-6);
+      CHECK(std::abs(bench.eval("eval.jsonl", trained + " --ranks " + std::to_string(ranks)) -
+                     several.at("eval_loss").get<double>()) < 1e-6);
+    }
+  }
+}
+
+TEST_CASE("a run on two ranks goes on bit for bit, on another number of ranks only where that is allowed",
+          "[finetune][dist]") {
+  const Bench bench;
+  const std::string options = std::string(kEverything) + " --grad-accum 1";
+  check_two_halves(bench, options + " --ranks 2", "adapter/adapter_model.safetensors");
+  fs::remove_all(bench.checkpoint("halves", 8));
+  fs::remove_all(bench.checkpoint("halves", 6));
+  const Outcome refused = bench.run("halves", options + " --resume latest");
+  CHECK(refused.status == 2);
+  CHECK(contains(refused.err, "world_size has changed: it was 2, and is now 1 (--allow-world-size"));
+  for (const std::string ranks : {"", " --ranks 3"}) {
+    CAPTURE(ranks);
+    fs::remove_all(bench.checkpoint("halves", 8));
+    fs::remove_all(bench.checkpoint("halves", 6));
+    const json result = bench.done("halves", options + ranks + " --resume latest --allow-world-size");
+    CHECK(result.at("end") == "done");
+    CHECK(result.at("steps") == 8);
+    CHECK(bench.losses("halves").size() == 8);
+  }
+}
+
+TEST_CASE("a signal to the launcher ends a run on two ranks after saving, and it goes on bit for bit",
+          "[finetune][dist]") {
+  const Bench bench;
+  const std::string options = "--ranks 2 --max-steps 60 --save-steps 1000 --batch-size 2 --learning-rate 0.01";
+  bench.done("straight", options);
+  const std::string lines = bench.path("ended").string() + "/metrics.jsonl";
+  const Outcome outcome = bench.shell("{ " + bench.command("ended", options) + " & pid=$!; until [ -s '" + lines +
+                                      "' ]; do sleep 0.01; done; kill -TERM $pid; wait $pid; }");
+  CAPTURE(outcome.out, outcome.err);
+  REQUIRE(outcome.status == 143);
+  CHECK(json::parse(last_line(outcome.out)).at("end") == "interrupted");
+  bench.done("ended", options + " --resume latest");
+  check_same_run(bench, "straight", "ended", 60, "adapter/adapter_model.safetensors");
+}
+
 TEST_CASE("damaged checkpoints are passed over, or refused with status 3", "[finetune]") {
   const Bench bench;
   bench.done("run", kEverything);

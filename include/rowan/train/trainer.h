@@ -73,7 +73,9 @@ class Trainer {
   std::uint64_t micro_step_ = 0;  // see TrainerState::dropout_step
 };
 
-/// Mean nats a counted token over all batches; NaN where none counts.
+/// Mean nats a counted token over all batches; NaN where none counts. With a communicator its ranks, which hold the
+/// same model and batches, share the work and get the same mean.
 double evaluate(LlamaModel& model, std::span<const HostBatch> batches, StreamRef stream);
+double evaluate(LlamaModel& model, std::span<const HostBatch> batches, Communicator& communicator, StreamRef stream);
 
 }  // namespace rowan
