@@ -44,17 +44,39 @@ HostBatch batch_of(const test::Golden& expected) {
   return batch;
 }
 
-void check_model(const std::filesystem::path& directory, bool recompute, StreamRef stream) {
-  CAPTURE(directory.string());
-  const test::Golden expected(directory / "expected.safetensors");
+/// The model with its adapter.
+LlamaModel read_model(const std::filesystem::path& directory, LlamaOptions options, StreamRef stream) {
   const ModelConfig config = read_model_config(directory);
   const AdapterFiles adapter(directory / "adapter");
-  LlamaOptions options;
   options.lora = lora_for(adapter.config(), config);
-  options.recompute = recompute;
   LlamaModel model(config, options, stream);
   load_base(model, ModelFiles(directory), stream);
   load_adapter(model, adapter, stream);
+  return model;
+}
+
+void check_loss_in_16_bits(DType dtype, StreamRef stream) {
+  for (const auto& directory : model_directories()) {
+    CAPTURE(directory.string());
+    const test::Golden expected(directory / "expected.safetensors");
+    LlamaOptions options;
+    options.dtype = dtype;
+    LlamaModel model = read_model(directory, options, stream);
+    const HostBatch host = batch_of(expected);
+    Tensor loss_sum = Tensor::empty({1}, DType::kFloat64, stream);
+    model.evaluate(host.to(model.config().vocab_size, stream), loss_sum, stream);
+    const double loss = loss_sum.to_vector<double>(stream)[0] / static_cast<double>(host.counted_tokens());
+    CHECK(std::abs(loss - expected.values("loss")[0]) < 2e-3);
+  }
+}
+
+void check_model(const std::filesystem::path& directory, bool recompute, StreamRef stream) {
+  CAPTURE(directory.string());
+  const test::Golden expected(directory / "expected.safetensors");
+  LlamaOptions options;
+  options.recompute = recompute;
+  LlamaModel model = read_model(directory, options, stream);
+  const ModelConfig& config = model.config();
 
   const HostBatch host = batch_of(expected);
   const TokenBatch batch = host.to(config.vocab_size, stream);
@@ -104,6 +126,16 @@ TEST_CASE("golden models give the logits, loss and adapter gradients of Transfor
 
 TEST_CASE("golden models give the same gradients when blocks are recomputed") {
   for (const auto& directory : model_directories()) check_model(directory, true, StreamRef());
+}
+
+TEST_CASE("golden models give nearly the float32 loss in bfloat16 and float16") {
+  for (const DType dtype : {DType::kBFloat16, DType::kFloat16}) check_loss_in_16_bits(dtype, StreamRef());
+}
+
+TEST_CASE("golden models give nearly the float32 loss in bfloat16 and float16 on CUDA", "[gpu]") {
+  if (!test::have_gpu()) return;
+  const Stream stream(Device::cuda());
+  for (const DType dtype : {DType::kBFloat16, DType::kFloat16}) check_loss_in_16_bits(dtype, stream);
 }
 
 TEST_CASE("golden models give the logits, loss and adapter gradients of Transformers and PEFT on CUDA", "[gpu]") {
