@@ -6,6 +6,7 @@
 #include <cmath>
 #include <iostream>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <stdexcept>
 
 #include "exit_code.h"
@@ -47,20 +48,26 @@ void check_rows(const std::vector<TokenRow>& rows, const ModelConfig& config, co
 void run_eval(const EvalOptions& options) {
   const RankPlace place = join_ranks(options.ranks);
   const Stream stream(place.device);
-  // Everything is checked before the model takes memory.
-  const SavedModel saved(options.model, options.adapter, options.dtype);
-  const DatasetOptions dataset{
-      .model = options.model, .chat_template = options.chat_template, .mask_prompts = options.mask_prompts};
-  const std::vector<TokenRow> rows = reading_input([&] { return read_dataset(options.data, dataset); });
-  check_rows(rows, saved.config(), options.data);
-  const std::vector<HostBatch> batches = batches_of(rows, kTokensPerBatch);
+  std::optional<SavedModel> saved;
+  std::vector<HostBatch> batches;
   std::int64_t tokens = 0;
-  for (const HostBatch& batch : batches) tokens += batch.counted_tokens();
-  if (tokens == 0) throw Error(ErrorKind::kFormat, fmt::format("{}: no token counts for a loss", options.data));
+  run_alike(place, [&] {  // everything is checked before the model takes memory
+    saved.emplace(options.model, options.adapter, options.dtype);
+    const DatasetOptions dataset{
+        .model = options.model, .chat_template = options.chat_template, .mask_prompts = options.mask_prompts};
+    const std::vector<TokenRow> rows = reading_input([&] { return read_dataset(options.data, dataset); });
+    check_rows(rows, saved->config(), options.data);
+    batches = batches_of(rows, kTokensPerBatch);
+    for (const HostBatch& batch : batches) tokens += batch.counted_tokens();
+    if (tokens == 0) throw Error(ErrorKind::kFormat, fmt::format("{}: no token counts for a loss", options.data));
+  });
 
-  LlamaModel model = saved.load(stream);
-  const double loss = evaluate(model, batches, *place.communicator, stream);
-  if (!std::isfinite(loss)) throw std::runtime_error("eval: the loss is not finite");
+  std::optional<LlamaModel> loaded;
+  run_alike(place, [&] { loaded.emplace(saved->load(stream)); });
+  const double loss = evaluate(*loaded, batches, *place.communicator, stream);
+  run_alike(place, [&] {
+    if (!std::isfinite(loss)) throw std::runtime_error("eval: the loss is not finite");
+  });
   if (!place.is_first()) return;
   if (options.json) {
     std::cout << nlohmann::ordered_json{{"loss", loss}, {"tokens", tokens}, {"perplexity", std::exp(loss)}}.dump()

@@ -483,29 +483,38 @@ const char* name_of(RunEnd end) {
 /// One run from its plan to its files.
 class Finetuning {
  public:
-  Finetuning(Plan& plan, Communicator& communicator, StreamRef stream, std::shared_ptr<TrackingAllocator> memory)
+  Finetuning(Plan& plan, const RankPlace& place, StreamRef stream, std::shared_ptr<TrackingAllocator> memory)
       : plan_(plan),
-        communicator_(communicator),
+        place_(place),
+        communicator_(*place.communicator),
         stream_(stream),
         memory_(std::move(memory)),
         directory_{plan.options.out, plan.options.method == "full"},
         progress_("finetune", output(plan.options, is_first())) {}
 
   void run() {
-    if (is_first()) make_directories(directory_.out);
-    const std::optional<Checkpoint> checkpoint = find_checkpoint(plan_.options, directory_, progress_);
+    std::optional<Checkpoint> checkpoint;
+    run_alike(place_, [&] {
+      if (is_first()) make_directories(directory_.out);
+      checkpoint = find_checkpoint(plan_.options, directory_, progress_);
+    });
     LlamaModel model(plan_.config, plan_.model, stream_);
-    load_weights(plan_, model, stream_);
-    const auto optimizer = make_data_parallel_optimizer(plan_.optimizer, model.parameters(), communicator_, stream_);
-    require_groups_used(plan_.optimizer, model.trainable_parameters());
-    TrainingRunOptions options = run_options(plan_, directory_, stream_.device());
-    options.on_step = [this](const TrainStep& step) { show(step); };
-    options.on_evaluation = [this](const Evaluation& e) { show(e); };
+    std::unique_ptr<Optimizer> optimizer;
     Sinks sinks(directory_);
-    if (is_first()) options.sinks = {&sinks};
-    TrainingRun run(model, *optimizer, communicator_, std::move(options), stream_);
+    std::optional<TrainingRun> training;
+    run_alike(place_, [&] {
+      load_weights(plan_, model, stream_);
+      optimizer = make_data_parallel_optimizer(plan_.optimizer, model.parameters(), communicator_, stream_);
+      require_groups_used(plan_.optimizer, model.trainable_parameters());
+      TrainingRunOptions options = run_options(plan_, directory_, stream_.device());
+      options.on_step = [this](const TrainStep& step) { show(step); };
+      options.on_evaluation = [this](const Evaluation& e) { show(e); };
+      if (is_first()) options.sinks = {&sinks};
+      training.emplace(model, *optimizer, communicator_, std::move(options), stream_);
+    });
+    TrainingRun& run = *training;
     if (checkpoint) {
-      resume(run, *checkpoint, *plan_.loader, plan_.options);
+      run_alike(place_, [&] { resume(run, *checkpoint, *plan_.loader, plan_.options); });
       first_step_ = run.steps();
       progress_.print(fmt::format("going on from {}", checkpoint->directory.string()));
     }
@@ -557,6 +566,7 @@ class Finetuning {
     if (is_first() && fs::exists(directory_.metrics()))
       write_text_file(directory_.out / "loss.svg", loss_plot(directory_.metrics(), plan_.options));
     if (end == RunEnd::kDiverged) {
+      if (!is_first()) throw RanksFailed{kFailed};
       throw std::runtime_error(fmt::format(
           "finetune: step {}: the loss or its gradient is not finite (loss {}); the last checkpoint is the last one "
           "that is good, and a lower --learning-rate may help",
@@ -612,6 +622,7 @@ class Finetuning {
   }
 
   Plan& plan_;
+  const RankPlace& place_;
   Communicator& communicator_;
   StreamRef stream_;
   std::shared_ptr<TrackingAllocator> memory_;
@@ -630,11 +641,14 @@ void run_finetune(const FinetuneOptions& options) {
   if (options.dry_run)
     return print_plan(make_plan(options, parse_device(options.ranks.device), {0, std::max(1, options.ranks.ranks)}));
   const RankPlace place = join_ranks(options.ranks);
-  Plan plan = make_plan(options, place.device, {place.communicator->rank(), place.communicator->size()});
+  Plan plan;
+  run_alike(place, [&] {
+    plan = make_plan(options, place.device, {place.communicator->rank(), place.communicator->size()});
+  });
   const auto memory = std::make_shared<TrackingAllocator>(current_allocator(place.device));
   const ScopedAllocator scope(memory);
   const Stream stream(place.device);
-  Finetuning(plan, *place.communicator, stream, memory).run();
+  Finetuning(plan, place, stream, memory).run();
 }
 
 }  // namespace rowan::app

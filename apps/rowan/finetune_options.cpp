@@ -3,7 +3,9 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cmath>
 #include <nlohmann/json.hpp>
+#include <utility>
 
 #include "option_checks.h"
 #include "rank_options.h"
@@ -220,6 +222,12 @@ void check_finetune_options(const FinetuneOptions& o) {
   const auto needs = [&](const char* name, bool condition, const char* what) {
     if (given(name) && !condition) refuse(fmt::format("--{} has no effect {}", name, what));
   };
+  for (const auto& [name, value] : {std::pair{"learning-rate", o.learning_rate},
+                                    {"weight-decay", o.weight_decay},
+                                    {"max-grad-norm", o.max_grad_norm},
+                                    {"lora-alpha", o.lora_alpha}}) {
+    if (!std::isfinite(value)) refuse(fmt::format("--{}: expected a finite number, got {}", name, value));
+  }
   const bool lora = o.method == "lora";
   for (const char* name : {"lora-r", "lora-alpha", "lora-dropout", "use-rslora", "target-modules", "adapter"})
     needs(name, lora, "with --method full");

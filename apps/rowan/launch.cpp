@@ -15,6 +15,7 @@
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
+#include <exception>
 #include <fstream>
 #include <iostream>
 #include <iterator>
@@ -23,8 +24,11 @@
 #include <thread>
 #include <vector>
 
+#include "exit_code.h"
 #include "rowan/comm/process_communicator.h"
 #include "rowan/core/error.h"
+#include "rowan/core/stream.h"
+#include "rowan/core/tensor.h"
 
 namespace rowan::app {
 
@@ -239,6 +243,32 @@ RankPlace join_ranks(const RankOptions& options) {
   CommunicatorOptions communicator;
   communicator.timeout = std::chrono::milliseconds(static_cast<std::int64_t>(options.comm_timeout * 1000));
   return {device, make_process_communicator(*environment, device, communicator)};
+}
+
+void run_alike(const RankPlace& place, const std::function<void()>& work) {
+  std::exception_ptr own;
+  int status = kFailed;
+  try {
+    work();
+  } catch (const Error& error) {
+    own = std::current_exception();
+    status = exit_code(error.kind());
+  } catch (...) {
+    own = std::current_exception();
+  }
+  Communicator& communicator = *place.communicator;
+  if (communicator.size() > 1) {
+    const Stream stream(place.device);
+    const std::int32_t failed = own != nullptr;
+    const std::vector<std::int32_t> flags{failed, communicator.rank() == 0 ? failed : 0};
+    Tensor all = Tensor::from_host(Shape{2}, flags, stream);
+    communicator.all_reduce(all, ReduceOp::kMax, stream);
+    communicator.synchronize(stream);
+    const std::vector<std::int32_t> any = all.to_vector<std::int32_t>(stream);
+    const bool first_tells = any[1] != 0 && communicator.rank() != 0;
+    if (any[0] != 0 && (first_tells || !own)) throw RanksFailed{status};
+  }
+  if (own) std::rethrow_exception(own);
 }
 
 std::string rank_prefix() {

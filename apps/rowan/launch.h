@@ -1,6 +1,7 @@
 // Commands that run on several ranks.
 #pragma once
 
+#include <functional>
 #include <memory>
 #include <string>
 
@@ -42,6 +43,10 @@ struct RankPlace {
 /// mean the CUDA device of the local rank's number, "cuda:N" the same one for all ranks. Throws InvalidArgument where
 /// the environment has another number of ranks than the options, or there are too few devices.
 RankPlace join_ranks(const RankOptions& options);
+
+/// Runs work that fails alike on all ranks, such as reading input, and lets one of them tell: throws `work`'s exception
+/// on rank 0, or where rank 0 has none, and RanksFailed on the others. A collective operation.
+void run_alike(const RankPlace& place, const std::function<void()>& work);
 
 /// "rank 1: " for messages of a rank among several, else nothing.
 std::string rank_prefix();

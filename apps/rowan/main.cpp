@@ -221,6 +221,9 @@ void add_info(CLI::App& program, rowan::app::InfoOptions& options) {
   });
 }
 
+/// One write, so that lines of several ranks do not mix.
+void complain(const std::string& message) { std::cerr << "rowan: " + rowan::app::rank_prefix() + message + '\n'; }
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -260,13 +263,13 @@ int main(int argc, char** argv) {
   } catch (const rowan::app::RanksFailed& failed) {
     return failed.status;
   } catch (const rowan::Error& error) {
-    std::cerr << "rowan: " << rowan::app::rank_prefix() << error.what() << '\n';
+    complain(error.what());
     return rowan::app::exit_code(error.kind());
   } catch (const std::bad_alloc&) {
-    std::cerr << "rowan: " << rowan::app::rank_prefix() << "out of host memory\n";
+    complain("out of host memory");
     return rowan::app::kOutOfMemory;
   } catch (const std::exception& error) {
-    std::cerr << "rowan: " << rowan::app::rank_prefix() << error.what() << '\n';
+    complain(error.what());
     return rowan::app::kFailed;
   }
 }

@@ -257,6 +257,28 @@ TEST_CASE("a run on two ranks goes on bit for bit, on another number of ranks on
   }
 }
 
+TEST_CASE("what is wrong on all ranks alike is told once", "[finetune][dist]") {
+  const Bench bench;
+  test::write_file(bench.path("bad.jsonl"), "{\"input_ids\": [1, 2], \"labels\": [1, 2]}\n{\"input_ids\": [1,}\n");
+  const auto check_once = [&](const std::string& command, int status, const std::string& cause) {
+    const Outcome outcome = bench.shell(command);
+    CAPTURE(command, outcome.err);
+    CHECK(outcome.status == status);
+    CHECK(contains(outcome.err, cause));
+    CHECK(std::count(outcome.err.begin(), outcome.err.end(), '\n') == 1);
+  };
+  const std::string ranks = " --ranks 3";
+  check_once(bench.command("run", ranks + " --data " + bench.quoted("bad.jsonl")), 3, "bad.jsonl:2: malformed JSON");
+  check_once(bench.command("run", ranks + " --batch-size 12"), 3, "expected a batch for each of 3 ranks, got 2");
+  check_once(bench.command("run", ranks + " --learning-rate nan"), 2, "--learning-rate: expected a finite number");
+  check_once(bench.command("run", ranks + " --optimizer adamw --learning-rate 1e30 --max-steps 40"), 1, "not finite");
+  check_once(test::program() + " eval --device cpu --ranks 3 --model " + bench.model() + " --data " +
+                 bench.quoted("bad.jsonl"),
+             3, "bad.jsonl:2: malformed JSON");
+  check_once(test::program() + " eval --device cpu --ranks 2 --model /no/such --data " + bench.quoted("train.jsonl"), 3,
+             "/no/such/config.json");
+}
+
 TEST_CASE("a signal to the launcher ends a run on two ranks after saving, and it goes on bit for bit",
           "[finetune][dist]") {
   const Bench bench;
