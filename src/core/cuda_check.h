@@ -32,4 +32,7 @@ inline cudaStream_t to_cuda(StreamRef stream) { return static_cast<cudaStream_t>
 /// Multiprocessors of a device, read once.
 int multiprocessor_count(Device device);
 
+/// Whether a device and this build have Hopper's own instructions (sm_90a).
+bool has_warpgroup_products(Device device);
+
 }  // namespace rowan::cuda

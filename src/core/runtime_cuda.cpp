@@ -62,6 +62,16 @@ int multiprocessor_count(Device device) {
   return count;
 }
 
+bool has_warpgroup_products(Device device) {
+#ifdef ROWAN_WITH_SM90A
+  return attribute(cudaDevAttrComputeCapabilityMajor, device) == 9 &&
+         attribute(cudaDevAttrComputeCapabilityMinor, device) == 0;
+#else
+  (void)device;
+  return false;
+#endif
+}
+
 DeviceInfo device_info(Device device) {
   cudaDeviceProp properties;
   check(cudaGetDeviceProperties(&properties, device.index), "cudaGetDeviceProperties");

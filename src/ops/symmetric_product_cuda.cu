@@ -18,18 +18,6 @@ constexpr std::int64_t kLeastSteps = 24, kLeastStepsWithIdentity = 16;
 
 int clusters_of(StreamRef stream) { return multiprocessor_count(stream.device()) / 2; }
 
-bool is_hopper(Device device) {
-#ifdef ROWAN_WITH_SM90A
-  int major = 0, minor = 0;
-  check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device.index), kOp);
-  check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device.index), kOp);
-  return major == 9 && minor == 0;
-#else
-  (void)device;
-  return false;
-#endif
-}
-
 sm90::SymmetricProblem problem_of(const SymmetricProductArguments& a, StreamRef stream) {
   sm90::SymmetricProblem p;
   p.side = static_cast<int>(a.side);
@@ -83,7 +71,8 @@ std::int64_t partial_bytes(StreamRef stream) {
 bool symmetric_product_pays(const SymmetricProductArguments& a, StreamRef stream) {
   constexpr std::int64_t kMostSide = std::int64_t{1} << 20;
   if (a.dtype != DType::kFloat16 || a.side % sm90::kBox != 0 || a.depth % sm90::kBox != 0) return false;
-  if (a.side > kMostSide || a.depth > kMostSide || a.batches > kMostSide || !is_hopper(stream.device())) return false;
+  if (a.side > kMostSide || a.depth > kMostSide || a.batches > kMostSide || !has_warpgroup_products(stream.device()))
+    return false;
   const sm90::SymmetricProblem p = problem_of(a, stream);
   return p.all_steps() >= (a.gamma != 0 ? kLeastStepsWithIdentity : kLeastSteps) * clusters_of(stream);
 }

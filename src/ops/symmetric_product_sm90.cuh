@@ -13,15 +13,15 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "ops/warpgroup_sm90.cuh"
 #include "rowan/core/rng.h"  // ROWAN_HOST_DEVICE
 
 namespace rowan::cuda::sm90 {
 
-inline constexpr int kBox = 64;                    // side of the squares in which operands are loaded
-inline constexpr int kBoxBytes = kBox * kBox * 2;  // a row of a box is 128 bytes: one swizzle row
-inline constexpr int kTileRows = 128;              // of a block
-inline constexpr int kTile = 256;                  // rows and columns of a cluster's tile
-inline constexpr int kWarpgroup = 128;
+inline constexpr int kBox = 64;                      // side of the squares in which operands are loaded
+inline constexpr int kBoxBytes = kBox * kBox * 2;    // a row of a box is 128 bytes: one swizzle row
+inline constexpr int kTileRows = 128;                // of a block
+inline constexpr int kTile = 256;                    // rows and columns of a cluster's tile
 inline constexpr int kMultipliers = 2 * kWarpgroup;  // threads
 inline constexpr int kThreads = 3 * kWarpgroup;
 inline constexpr int kRegisters = kTile / 2;  // that hold a thread's results
@@ -89,9 +89,6 @@ class RunWalk {
 // ---- the instructions
 // ------------------------------------------------------------------------------------------------
 
-__device__ inline std::uint32_t shared_address(const void* p) {
-  return static_cast<std::uint32_t>(__cvta_generic_to_shared(p));
-}
 __device__ inline int cluster_rank() {
   int rank;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
@@ -170,19 +167,6 @@ __device__ inline std::uint32_t load_shared_word(std::uint32_t address) {
   return v;
 }
 
-/// Descriptor of a K-major operand in rows of 128 bytes, swizzled; rows in groups of 8.
-__device__ inline std::uint64_t operand_descriptor(std::uint32_t address) {
-  return (static_cast<std::uint64_t>(address & 0x3FFFF) >> 4) | (std::uint64_t{1} << 16) |
-         (std::uint64_t{8 * 128 / 16} << 32) | (std::uint64_t{1} << 62);
-}
-
-#define ROWAN_D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define ROWAN_D16(i) ROWAN_D4(i), ROWAN_D4(i + 4), ROWAN_D4(i + 8), ROWAN_D4(i + 12)
-#define ROWAN_D32(i) ROWAN_D16(i), ROWAN_D16(i + 16)
-#define ROWAN_D64(i) ROWAN_D32(i), ROWAN_D32(i + 32)
-#define ROWAN_R32_0                                                                                                \
-  "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29," \
-  "%30,%31"
 #define ROWAN_R32_32                                                                                                 \
   "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59," \
   "%60,%61,%62,%63"
@@ -200,23 +184,6 @@ __device__ inline void multiply(float (&d)[kRegisters], std::uint64_t a, std::ui
       : ROWAN_D64(0), ROWAN_D64(64)
       : "l"(a), "l"(b), "r"(accumulate));
 }
-__device__ inline void multiplies_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ inline void multiplies_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-/// At most kLeft groups are unfinished afterwards.
-template <int kLeft>
-__device__ void multiplies_wait(float (&d)[kRegisters]) {
-#pragma unroll
-  for (int i = 0; i < kRegisters; ++i) asm volatile("" : "+f"(d[i])::"memory");
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kLeft) : "memory");
-#pragma unroll
-  for (int i = 0; i < kRegisters; ++i) asm volatile("" : "+f"(d[i])::"memory");
-}
-
-__device__ inline std::uint32_t packed(float low, float high) {
-  const __half2 both = __floats2half2_rn(low, high);
-  return *reinterpret_cast<const std::uint32_t*>(&both);
-}
-
 // ---- shared memory
 // ---------------------------------------------------------------------------------------------------
 
@@ -428,7 +395,7 @@ __device__ inline void store_tile(const float (&d)[kRegisters], Ring& ring, cons
           if (below == 0) low += p.gamma;
           if (below == 1) high += p.gamma;
         }
-        v[i] = packed(low, high);
+        v[i] = packed(low, high, __half());
       }
       store_box(v, out, s.batch, row, col, ring.boxes(warpgroup), warpgroup);
     }

@@ -212,7 +212,7 @@ void check_attention(const Heads& heads, const Lengths& lengths, DType dtype, St
 
 const std::vector<Heads> kHeads = {{4, 4, 32}, {4, 2, 16},  {6, 2, 64}, {2, 1, 128},
                                    {8, 1, 8},  {2, 1, 256}, {2, 1, 40}, {2, 2, 96}};
-const std::vector<Heads> kUnevenHeads = {{3, 3, 6}, {2, 1, 10}, {1, 1, 2}, {2, 1, 66}, {1, 1, 130}};
+const std::vector<Heads> kUnevenHeads = {{3, 3, 6}, {2, 1, 10}, {1, 1, 2}, {2, 1, 64}, {2, 1, 66}, {1, 1, 130}};
 const Lengths kLengths = {0, 1, 33, 127, 0, 129, 2, 64, 0};
 const Lengths kFewLengths = {5, 0, 67};
 
@@ -244,9 +244,10 @@ struct Run {
 };
 
 /// A NaN in the middle sequence leaves the results of both neighbours as they were.
-void check_sequences_are_apart(DType dtype, StreamRef stream) {
+void check_sequences_are_apart(std::int64_t head_dim, DType dtype, StreamRef stream) {
+  CAPTURE(head_dim, dtype);
   const Lengths lengths = {40, 30, 50};
-  Run run({2, 1, 32}, lengths, dtype, stream);
+  Run run({2, 1, head_dim}, lengths, dtype, stream);
   const auto outside = [&] {
     run.forward(stream);
     run.backward(stream);
@@ -271,12 +272,13 @@ void check_sequences_are_apart(DType dtype, StreamRef stream) {
 }
 
 /// Later tokens change nothing in earlier rows.
-void check_causal(DType dtype, StreamRef stream) {
-  Run run({2, 2, 16}, {100}, dtype, stream);
+void check_causal(std::int64_t head_dim, DType dtype, StreamRef stream) {
+  CAPTURE(head_dim, dtype);
+  Run run({2, 2, head_dim}, {100}, dtype, stream);
   run.forward(stream);
   const std::vector<double> before = values(run.out.slice(0, 0, 71), stream);
   for (const Tensor* t : {&run.q, &run.k, &run.v}) {
-    t->slice(0, 71, 100).copy_from(random_normal({29, 2, 16}, dtype, 9, stream, 5.0), stream);
+    t->slice(0, 71, 100).copy_from(random_normal({29, 2, head_dim}, dtype, 9, stream, 5.0), stream);
   }
   run.forward(stream);
   CHECK(values(run.out.slice(0, 0, 71), stream) == before);
@@ -327,11 +329,11 @@ TEST_CASE("Attention's gradients agree with finite differences", "[ops][attentio
 }
 
 TEST_CASE("Attention never crosses sequences", "[ops][attention]") {
-  for (const DType dtype : kCpuDtypes) check_sequences_are_apart(dtype, StreamRef());
+  for (const DType dtype : kCpuDtypes) check_sequences_are_apart(32, dtype, StreamRef());
 }
 
 TEST_CASE("Attention never looks ahead", "[ops][attention]") {
-  for (const DType dtype : kCpuDtypes) check_causal(dtype, StreamRef());
+  for (const DType dtype : kCpuDtypes) check_causal(16, dtype, StreamRef());
 }
 
 TEST_CASE("Attention's results do not depend on threads", "[ops][attention]") {
@@ -419,6 +421,7 @@ TEST_CASE("Attention takes sequences of any length on the GPU", "[ops][attention
   for (const DType dtype : kGpuDtypes) {
     for (const Heads& heads : kHeads) check_attention(heads, kLengths, dtype, gpu, 1.0, 0, 8, 100);
     check_attention({2, 1, 32}, {70}, dtype, gpu, 8.0);
+    for (const std::int64_t head_dim : {64, 128}) check_attention({2, 1, head_dim}, {70, 500}, dtype, gpu, 4.0);
     check_attention({1, 1, 4}, Lengths(23334, 3), dtype, gpu);
   }
   CHECK(memory.violations() == 0);
@@ -428,8 +431,10 @@ TEST_CASE("Attention never crosses sequences or looks ahead on the GPU", "[ops][
   if (!have_gpu()) return;
   const Stream gpu(Device::cuda());
   for (const DType dtype : kGpuDtypes) {
-    check_sequences_are_apart(dtype, gpu);
-    check_causal(dtype, gpu);
+    for (const std::int64_t head_dim : {16, 32, 64, 128}) {
+      check_sequences_are_apart(head_dim, dtype, gpu);
+      check_causal(head_dim, dtype, gpu);
+    }
   }
   check_empty(gpu);
 }
@@ -446,8 +451,10 @@ TEST_CASE("Attention has the same bits in every run on the GPU", "[ops][attentio
 TEST_CASE("On the GPU sequence starts beyond the tokens are cut off", "[ops][attention][gpu][sanitize]") {
   if (!have_gpu()) return;
   const Stream gpu(Device::cuda());
-  for (const DType dtype : kGpuDtypes) {
-    Run run({2, 1, 32}, {64}, dtype, gpu);
+  for (const auto& [dtype, head_dim] :
+       {std::pair{DType::kFloat32, 32}, {DType::kBFloat16, 32}, {DType::kBFloat16, 64}}) {
+    CAPTURE(dtype, head_dim);
+    Run run({2, 1, head_dim}, {64}, dtype, gpu);
     const std::vector<double> right = run.results(gpu);
     run.batch.starts = ids32({0, 2000}, gpu);
     CHECK(run.results(gpu) == right);

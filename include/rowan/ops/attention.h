@@ -1,5 +1,7 @@
 // Causal grouped-query attention over sequences of different lengths laid end to end, without a matrix of all pairs in
 // memory: FlashAttention-2 (Dao, arXiv 2307.08691), with dq and dk/dv in separate passes so that no atomics are needed.
+// On Hopper, 16-bit heads of 33 to 128 elements run on warpgroup products (FlashAttention-3, arXiv 2407.08608) where
+// scale is positive and addresses, strides and the head size are multiples of 16 bytes.
 #pragma once
 
 #include <cstdint>
