@@ -85,6 +85,11 @@ LlamaBlock::Heads LlamaBlock::heads_of(const Tensor& qkv) const {
   return {heads(0, q), heads(q, kv), with_v ? heads(q + kv, kv) : Tensor()};
 }
 
+Tensor LlamaBlock::rotated_heads(const Tensor& qkv) const {
+  const std::int64_t d = config_.head_dim, heads = config_.num_attention_heads + config_.num_key_value_heads;
+  return qkv.slice(1, 0, heads * d).reshape({qkv.size(0), heads, d});
+}
+
 LlamaBlock::Heads LlamaBlock::attention_inputs(const Saved& saved) const {
   Heads heads = heads_of(saved.qkv);
   if (!config_.qk_norm) return heads;
@@ -114,10 +119,10 @@ Tensor LlamaBlock::forward(const Tensor& x, const TokenBatch& batch, const Tenso
   const std::int64_t q_heads = config_.num_attention_heads, kv_heads = config_.num_key_value_heads;
   const DType statistics = statistics_dtype(dtype_);
   const auto linear = [&](LoraLinear& layer, std::uint64_t index, const Tensor& input, Tensor& output,
-                          LoraLinearContext& context) {
+                          LoraLinearContext& context, const Tensor* residual = nullptr) {
     std::optional<DropoutKey> dropout;
     if (training) dropout = DropoutKey{dropout_seed_, dropout_offset + index};
-    layer.forward(input, output, context, stream, dropout);
+    layer.forward(input, output, context, stream, dropout, residual);
   };
 
   saved.x = x;
@@ -136,9 +141,9 @@ Tensor LlamaBlock::forward(const Tensor& x, const TokenBatch& batch, const Tenso
     rms_norm_forward(raw.q, q_norm_.value(), config_.rms_norm_eps, normalised.q, saved.rstd_q, stream);
     rms_norm_forward(raw.k, k_norm_.value(), config_.rms_norm_eps, normalised.k, saved.rstd_k, stream);
   }
-  Heads heads = attention_inputs(saved);
-  rotary_apply(heads.q, batch.positions, rotary, stream);
-  rotary_apply(heads.k, batch.positions, rotary, stream);
+  Tensor queries_and_keys = rotated_heads(config_.qk_norm ? saved.qk : saved.qkv);
+  rotary_apply(queries_and_keys, batch.positions, rotary, stream);
+  const Heads heads = attention_inputs(saved);
 
   Tensor attended = Tensor::empty_with_slack({tokens, q_heads * d}, o_proj_.slack_columns(), dtype_, stream);
   Tensor attended_heads = attended.reshape({tokens, q_heads, d});
@@ -146,8 +151,7 @@ Tensor LlamaBlock::forward(const Tensor& x, const TokenBatch& batch, const Tenso
   attend(heads, batch, cache, attended_heads, saved.lse, stream);
 
   Tensor mid = Tensor::empty({tokens, hidden}, dtype_, stream);
-  linear(o_proj_, 1, attended, mid, saved.o_proj);
-  add(x, mid, mid, stream);
+  linear(o_proj_, 1, attended, mid, saved.o_proj, &x);
   saved.x_mid = mid;
 
   saved.rstd_mid = Tensor::empty({tokens}, statistics, stream);
@@ -161,8 +165,7 @@ Tensor LlamaBlock::forward(const Tensor& x, const TokenBatch& batch, const Tenso
   swiglu_forward(saved.gate_up.slice(1, 0, width), saved.gate_up.slice(1, width, 2 * width), activated, stream);
 
   Tensor out = Tensor::empty({tokens, hidden}, dtype_, stream);
-  linear(down_proj_, 3, activated, out, saved.down_proj);
-  add(mid, out, out, stream);
+  linear(down_proj_, 3, activated, out, saved.down_proj, &mid);
   return out;
 }
 
@@ -195,8 +198,8 @@ void LlamaBlock::backward(Tensor& dx, const TokenBatch& batch, const Tensor& rot
   attention_backward(dattended.reshape({tokens, q_heads, d}), heads.q, heads.k, heads.v,
                      saved.o_proj.x.reshape({tokens, q_heads, d}), saved.lse, batch.sequences, scale, grads.q, grads.k,
                      grads.v, stream);
-  rotary_apply(grads.q, batch.positions, rotary, stream, true);
-  rotary_apply(grads.k, batch.positions, rotary, stream, true);
+  Tensor queries_and_keys = rotated_heads(dqkv);
+  rotary_apply(queries_and_keys, batch.positions, rotary, stream, true);
   if (config_.qk_norm) {
     const Heads raw = heads_of(saved.qkv);
     rms_norm_backward(grads.q, raw.q, q_norm_.value(), saved.rstd_q, grads.q, q_norm_.grad(), stream);

@@ -78,6 +78,8 @@ class LlamaBlock {
     Tensor q, k, v;  // [M, heads, head_dim] views
   };
   Heads heads_of(const Tensor& qkv) const;
+  /// Queries and keys, which lie side by side in qkv, as one tensor of heads.
+  Tensor rotated_heads(const Tensor& qkv) const;
   /// The q and k that attention reads: those of qkv, or their normalised copies.
   Heads attention_inputs(const Saved& saved) const;
   void attend(const Heads& heads, const TokenBatch& batch, const Cache* cache, Tensor& out, Tensor& lse,

@@ -114,7 +114,7 @@ DropoutMask LoraLinear::mask(std::size_t part, const std::optional<DropoutKey>& 
 }
 
 void LoraLinear::check_forward(const Tensor& x, const Tensor& y, StreamRef stream,
-                               const std::optional<DropoutKey>& dropout) const {
+                               const std::optional<DropoutKey>& dropout, const Tensor* addend) const {
   detail::require_rank(kOp, "x", x, 2);
   detail::require_shape(kOp, "x", x, {x.size(0), in_features_});
   detail::require_shape(kOp, "y", y, {x.size(0), out_features_});
@@ -126,6 +126,13 @@ void LoraLinear::check_forward(const Tensor& x, const Tensor& y, StreamRef strea
   }
   detail::require_on(kOp, "the weight", buffer_, stream);
   detail::require_apart(kOp, "y", y, "x", x.slack() >= columns_ ? x.with_slack(columns_) : x);
+  if (addend) {
+    detail::require_shape(kOp, "addend", *addend, y.shape());
+    detail::require_dtype(kOp, "addend", *addend, dtype_);
+    detail::require_on(kOp, "addend", *addend, stream);
+    detail::require_unit_columns(kOp, "addend", *addend);
+    detail::require_apart(kOp, "y", y, "addend", *addend);
+  }
   if (!dropout || !dropout->counter.defined()) return;
   detail::require_shape(kOp, "the dropout counter", dropout->counter, {1});
   detail::require_dtype(kOp, "the dropout counter", dropout->counter, DType::kInt64);
@@ -150,8 +157,8 @@ void LoraLinear::shrink_input(const Tensor& x, const LoraLinearContext& context,
 }
 
 void LoraLinear::forward(const Tensor& x, Tensor& y, LoraLinearContext& context, StreamRef stream,
-                         const std::optional<DropoutKey>& dropout) const {
-  check_forward(x, y, stream, dropout);
+                         const std::optional<DropoutKey>& dropout, const Tensor* addend) const {
+  check_forward(x, y, stream, dropout, addend);
   const bool adapted = enabled_ && columns_ > 0;
   LoraLinearContext fresh;
   fresh.x = x;
@@ -166,7 +173,8 @@ void LoraLinear::forward(const Tensor& x, Tensor& y, LoraLinearContext& context,
   }
 
   if (has_bias_) broadcast_row(bias_, y, stream);
-  const GemmOptions options{.beta = has_bias_ ? 1.0 : 0.0};
+  const bool fused_addend = addend && !has_bias_ && (y.size(0) <= 1 || addend->stride(0) == y.stride(0));
+  const GemmOptions options{.beta = has_bias_ || fused_addend ? 1.0 : 0.0, .addend = fused_addend ? addend : nullptr};
   const Tensor rows = buffer_.slice(0, 0, out_features_);
   const bool output_dropped = fresh.dropout && drops(Place::kOutput);
   if (adapted && spare && !output_dropped) {
@@ -186,6 +194,7 @@ void LoraLinear::forward(const Tensor& x, Tensor& y, LoraLinearContext& context,
       }
     }
   }
+  if (addend && !fused_addend) add(*addend, y, y, stream);
   context = std::move(fresh);
 }
 

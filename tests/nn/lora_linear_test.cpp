@@ -379,6 +379,37 @@ void check_dx_beta(DType dtype, StreamRef stream) {
   }
 }
 
+/// y with an addend is y plus the addend: on the bordered and the plain path, with and without a bias and a dropout
+/// mask, and whatever the addend's row stride is.
+void check_addend(DType dtype, StreamRef stream) {
+  for (const bool bias : {false, true}) {
+    for (const bool spare : {false, true}) {
+      for (const Place place : {Place::kInput, Place::kOutput}) {
+        CAPTURE(dtype, bias, spare, place == Place::kInput);
+        const LoraLinear layer(20, grouped(0.5, place, bias), dtype, false, stream);
+        randomise(layer, stream);
+        const Tensor x = input(random_normal({7, 20}, dtype, 1, stream), layer.slack_columns(), spare, stream);
+        Tensor y = Tensor::empty({7, layer.out_features()}, dtype, stream);
+        LoraLinearContext context;
+        const DropoutKey key{1, 2};
+        layer.forward(x, y, context, stream, key);
+        const std::vector<double> without = values(y, stream);
+        for (const std::int64_t slack : {0, 8}) {
+          Tensor addend = Tensor::empty_with_slack(y.shape(), slack, dtype, stream);
+          addend.copy_from(random_normal(y.shape(), dtype, 5, stream, 3.0), stream);
+          const std::vector<double> added = values(addend, stream);
+          layer.forward(x, y, context, stream, key, &addend);
+          const std::vector<double> got = values(y, stream);
+          for (std::size_t i = 0; i < got.size(); ++i)  // up to one rounding a part in either sum
+            REQUIRE(std::abs(got[i] - (without[i] + added[i])) <=
+                    8 * ulp(dtype, std::abs(without[i]) + std::abs(added[i]) + 1));
+          CHECK(values(addend, stream) == added);
+        }
+      }
+    }
+  }
+}
+
 void check_guards(StreamRef stream, const std::vector<DType>& dtypes) {
   const auto poison = std::make_shared<PoisonAllocator>(current_allocator(stream.device()));
   {
@@ -575,6 +606,10 @@ TEST_CASE("backward adds dx to dx_beta times what is there") {
   for (const DType dtype : kAll) check_dx_beta(dtype, {});
 }
 
+TEST_CASE("forward adds an addend to y") {
+  for (const DType dtype : kAll) check_addend(dtype, {});
+}
+
 TEST_CASE("a layer without rows leaves gradients zero") {
   for (const DType dtype : kAll) check_no_rows(dtype, {});
 }
@@ -708,6 +743,7 @@ TEST_CASE("LoraLinear on CUDA applies dropout, dx_beta, merge and the switch", "
     check_merge(dtype, false, stream);
     check_merge(dtype, true, stream);
     check_dx_beta(dtype, stream);
+    check_addend(dtype, stream);
     check_no_rows(dtype, stream);
   }
 }

@@ -89,9 +89,10 @@ class LoraLinear {
 
   /// x [M, K], y [M, N], adjacent columns, any row stride, dtype of the layer, not sharing memory. Writes y and x's
   /// spare columns and fills context, which is empty when memory runs out on the way. With a dropout key (training) the
-  /// adapters' dropout acts, each part with masks of its own; without one it does not.
+  /// adapters' dropout acts, each part with masks of its own; without one it does not. An `addend` like y (the residual
+  /// stream) is added, in the bordered product before the one rounding where its row stride is y's.
   void forward(const Tensor& x, Tensor& y, LoraLinearContext& context, StreamRef stream,
-               const std::optional<DropoutKey>& dropout = {}) const;
+               const std::optional<DropoutKey>& dropout = {}, const Tensor* addend = nullptr) const;
 
   /// Adds to every trainable parameter's gradient, and dx = (gradient of x) + dx_beta dx unless dx is null. dy [M, N],
   /// dx [M, K] as y and x above; dx must share memory with neither dy nor the saved x. Writes dx and dy's spare
@@ -125,8 +126,8 @@ class LoraLinear {
     std::optional<Adapter> adapter;
   };
 
-  void check_forward(const Tensor& x, const Tensor& y, StreamRef stream,
-                     const std::optional<DropoutKey>& dropout) const;
+  void check_forward(const Tensor& x, const Tensor& y, StreamRef stream, const std::optional<DropoutKey>& dropout,
+                     const Tensor* addend) const;
   void check_backward(const Tensor& dy, const LoraLinearContext& context, const Tensor* dx, StreamRef stream,
                       double dx_beta) const;
   bool drops(LoraConfig::DropoutPlace place) const;
