@@ -11,7 +11,7 @@ namespace rowan::cuda {
 namespace {
 
 constexpr int kBlockThreads = 256;
-constexpr std::int64_t kWidthOfWarpRows = 1024;  // up to here a warp takes a row, above it a block
+constexpr std::int64_t kWidthOfWarpRows = 4096;  // up to here a warp takes a row, above it a block
 
 /// Calls f(row) for the rows of this thread's group of kThreads.
 template <int kThreads, class F>
