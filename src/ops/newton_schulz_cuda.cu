@@ -37,16 +37,22 @@ constexpr std::int64_t kNormElements = 16384;  // a block
 
 std::int64_t norm_chunks(const NewtonSchulzMatrix& u) { return (u.rows * u.cols + kNormElements - 1) / kNormElements; }
 
-template <class T>
+/// kPack adjacent elements of a row at a time.
+template <class T, int kPack>
 __global__ void __launch_bounds__(kThreads)
     square_sums(const NewtonSchulzMatrix u, std::int64_t chunks, double* partials) {
   const std::int64_t batch = blockIdx.x / chunks, chunk = blockIdx.x % chunks;
   const std::int64_t end = min((chunk + 1) * kNormElements, u.rows * u.cols);
   double sum = 0;
-  for (std::int64_t i = chunk * kNormElements + threadIdx.x; i < end; i += kThreads) {
+#pragma unroll 4
+  for (std::int64_t i = chunk * kNormElements + threadIdx.x * kPack; i < end; i += kThreads * kPack) {
     const std::int64_t row = i / u.cols;
-    const double x = to_float(row_of<const T>(u, batch, row)[i - row * u.cols]);
-    sum += x * x;
+    const auto pack = *reinterpret_cast<const Pack<T, kPack>*>(row_of<const T>(u, batch, row) + (i - row * u.cols));
+#pragma unroll
+    for (int e = 0; e < kPack; ++e) {
+      const double x = to_float(pack.value[e]);
+      sum += x * x;
+    }
   }
   sum = block_sum<kThreads>(sum);
   if (threadIdx.x == 0) partials[blockIdx.x] = sum;
@@ -65,9 +71,6 @@ __global__ void __launch_bounds__(kThreads) invert_norms(const InverseNormArgume
 
 constexpr int kPiece = 4 * kThreads;
 
-std::int64_t pieces(std::int64_t cols) { return (cols + kPiece - 1) / kPiece; }
-unsigned row_grid(const NewtonSchulzMatrix& m) { return static_cast<unsigned>(m.batches * m.rows * pieces(m.cols)); }
-
 template <class T>
 __global__ void __launch_bounds__(kThreads) identity_kernel(const NewtonSchulzMatrix q, float factor) {
   const std::int64_t line = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
@@ -85,9 +88,22 @@ struct ScaledCopy {
   NewtonSchulzMatrix from, to;
   const double* inverse;  // null: 1
   double scale;
+  bool from_quads = false, to_quads = false;
+};
 
-  /// In double: the norm of tiny or huge matrices has no inverse in float32.
-  __device__ double factor(std::int64_t batch) const { return inverse ? inverse[batch] * scale : scale; }
+/// A factor that float32 cannot hold where a norm is tiny or huge: its rest, between 1/2 and 1, and a power of two in
+/// two pieces, which scale exactly.
+struct SplitScale {
+  float rest, power, more;
+
+  __device__ SplitScale(const ScaledCopy& c, std::int64_t batch) {
+    int exponent = 0;
+    const double factor = c.inverse ? c.inverse[batch] * c.scale : c.scale;
+    rest = static_cast<float>(frexp(factor, &exponent));
+    power = ldexpf(1.0f, exponent / 2);
+    more = ldexpf(1.0f, exponent - exponent / 2);
+  }
+  __device__ float operator()(float x) const { return x * rest * power * more; }
 };
 
 constexpr int kQuad = 4;
@@ -99,42 +115,55 @@ bool moves_in_quads(const NewtonSchulzMatrix& m) {
          (m.batches == 1 || m.batch_stride % kQuad == 0);
 }
 
-template <class From, class To>
-__global__ void __launch_bounds__(kThreads)
-    copy_kernel(const ScaledCopy c, std::int64_t row_pieces, bool from_quads, bool to_quads) {
-  const std::int64_t line = blockIdx.x / row_pieces;
-  const std::int64_t batch = line / c.to.rows, row = line - batch * c.to.rows;
-  const std::int64_t col = (blockIdx.x - line * row_pieces) * kPiece + threadIdx.x * kQuad;
-  if (col >= c.to.cols) return;
-  Pack<From, kQuad> read{};
-  if (row < c.from.rows) {
-    const From* const from = row_of<const From>(c.from, batch, row) + col;
-    if (from_quads && col + kQuad <= c.from.cols) {
-      read = *reinterpret_cast<const Pack<From, kQuad>*>(from);
-    } else {
+/// Elements [col, col + 4) of a row, zeros where there are none. Zeros are not scaled: 0 times an infinite factor.
+template <class To, class From>
+__device__ Pack<To, kQuad> read_scaled(const ScaledCopy& c, const SplitScale& scale, std::int64_t batch,
+                                       std::int64_t row, std::int64_t col) {
+  Pack<To, kQuad> out{};
+  if (row >= c.from.rows) return out;
+  const From* const from = row_of<const From>(c.from, batch, row) + col;
+  if (c.from_quads && col + kQuad <= c.from.cols) {
+    const auto in = *reinterpret_cast<const Pack<From, kQuad>*>(from);
 #pragma unroll
-      for (int i = 0; i < kQuad; ++i) {
-        if (col + i < c.from.cols) read.value[i] = from[i];
-      }
-    }
+    for (int e = 0; e < kQuad; ++e) out.value[e] = from_float<To>(scale(to_float(in.value[e])));
+    return out;
   }
-  const double factor = c.factor(batch);
-  Pack<To, kQuad> write;
 #pragma unroll
-  for (int i = 0; i < kQuad; ++i) {
-    // Not multiplied where there is nothing: 0 times an infinite factor.
-    const bool inside = row < c.from.rows && col + i < c.from.cols;
-    write.value[i] = from_float<To>(inside ? static_cast<float>(to_float(read.value[i]) * factor) : 0.0f);
+  for (int e = 0; e < kQuad; ++e) {
+    if (col + e < c.from.cols) out.value[e] = from_float<To>(scale(to_float(from[e])));
   }
+  return out;
+}
+
+template <class To>
+__device__ void write_quad(const ScaledCopy& c, std::int64_t batch, std::int64_t row, std::int64_t col,
+                           const Pack<To, kQuad>& quad) {
+  if (row >= c.to.rows) return;
   To* const to = row_of<To>(c.to, batch, row) + col;
-  if (to_quads && col + kQuad <= c.to.cols) {
-    *reinterpret_cast<Pack<To, kQuad>*>(to) = write;
+  if (c.to_quads && col + kQuad <= c.to.cols) {
+    *reinterpret_cast<Pack<To, kQuad>*>(to) = quad;
     return;
   }
 #pragma unroll
-  for (int i = 0; i < kQuad; ++i) {
-    if (col + i < c.to.cols) to[i] = write.value[i];
+  for (int e = 0; e < kQuad; ++e) {
+    if (col + e < c.to.cols) to[e] = quad.value[e];
   }
+}
+
+constexpr int kCopyRows = 8;  // of a block, one after the other
+
+template <class From, class To>
+__global__ void __launch_bounds__(kThreads) copy_kernel(const ScaledCopy c, unsigned row_pieces, unsigned row_groups) {
+  const unsigned group = blockIdx.x / row_pieces, batch = group / row_groups;
+  const std::int64_t row = std::int64_t{group % row_groups} * kCopyRows;
+  const std::int64_t col = std::int64_t{blockIdx.x % row_pieces} * kPiece + threadIdx.x * kQuad;
+  if (col >= c.to.cols) return;
+  const SplitScale scale(c, batch);
+  Pack<To, kQuad> quads[kCopyRows];
+#pragma unroll
+  for (int i = 0; i < kCopyRows; ++i) quads[i] = read_scaled<To, From>(c, scale, batch, row + i, col);
+#pragma unroll
+  for (int i = 0; i < kCopyRows; ++i) write_quad(c, batch, row + i, col, quads[i]);
 }
 
 constexpr int kSquare = 64;  // side of the tiles that are transposed
@@ -142,37 +171,45 @@ constexpr int kSquare = 64;  // side of the tiles that are transposed
 /// The same with the transpose of `from`.
 template <class From, class To>
 __global__ void __launch_bounds__(kThreads)
-    transpose_kernel(const ScaledCopy c, std::int64_t row_tiles, std::int64_t col_tiles) {
-  __shared__ float tile[kSquare][kSquare + 1];
-  const std::int64_t batch = blockIdx.x / (row_tiles * col_tiles), rest = blockIdx.x - batch * row_tiles * col_tiles;
-  const std::int64_t row = rest / col_tiles * kSquare, col = rest % col_tiles * kSquare;
-  const int x = static_cast<int>(threadIdx.x) % kSquare, y = static_cast<int>(threadIdx.x) / kSquare;
-  const double factor = c.factor(batch);
+    transpose_kernel(const ScaledCopy c, unsigned row_tiles, unsigned col_tiles) {
+  constexpr int kAcross = kSquare / kQuad, kDown = kThreads / kAcross;
+  __shared__ To tile[kSquare][kSquare + 4 / sizeof(To)];
+  const unsigned square = blockIdx.x / col_tiles, batch = square / row_tiles;
+  const std::int64_t row = std::int64_t{square % row_tiles} * kSquare,
+                     col = std::int64_t{blockIdx.x % col_tiles} * kSquare;
+  const int x = static_cast<int>(threadIdx.x) % kAcross * kQuad, y = static_cast<int>(threadIdx.x) / kAcross;
+  const SplitScale scale(c, batch);
+  Pack<To, kQuad> quads[kSquare / kDown];
 #pragma unroll
-  for (int i = y; i < kSquare; i += kThreads / kSquare) {
-    float value = 0;
-    if (col + i < c.from.rows && row + x < c.from.cols)
-      value = static_cast<float>(to_float(row_of<const From>(c.from, batch, col + i)[row + x]) * factor);
-    tile[i][x] = value;
+  for (int i = 0; i < kSquare / kDown; ++i)
+    quads[i] = read_scaled<To, From>(c, scale, batch, col + y + i * kDown, row + x);
+#pragma unroll
+  for (int i = 0; i < kSquare / kDown; ++i) {
+#pragma unroll
+    for (int e = 0; e < kQuad; ++e) tile[y + i * kDown][x + e] = quads[i].value[e];
   }
   __syncthreads();
 #pragma unroll
-  for (int i = y; i < kSquare; i += kThreads / kSquare) {
-    if (row + i < c.to.rows && col + x < c.to.cols)
-      row_of<To>(c.to, batch, row + i)[col + x] = from_float<To>(tile[x][i]);
+  for (int i = y; i < kSquare; i += kDown) {
+    Pack<To, kQuad> quad;
+#pragma unroll
+    for (int e = 0; e < kQuad; ++e) quad.value[e] = tile[x + e][i];
+    if (col + x < c.to.cols) write_quad(c, batch, row + i, col + x, quad);
   }
 }
 
 template <class From, class To>
-void launch_copy(const ScaledCopy& c, bool transposed, StreamRef stream) {
+void launch_copy(ScaledCopy c, bool transposed, StreamRef stream) {
+  const auto up = [](std::int64_t n, std::int64_t step) { return static_cast<unsigned>((n + step - 1) / step); };
+  const auto batches = static_cast<unsigned>(c.to.batches);
+  c.from_quads = moves_in_quads<From>(c.from);
+  c.to_quads = moves_in_quads<To>(c.to);
   if (transposed) {
-    const std::int64_t row_tiles = (c.to.rows + kSquare - 1) / kSquare, col_tiles = (c.to.cols + kSquare - 1) / kSquare;
-    transpose_kernel<From, To>
-        <<<static_cast<unsigned>(c.to.batches * row_tiles * col_tiles), kThreads, 0, to_cuda(stream)>>>(c, row_tiles,
-                                                                                                        col_tiles);
+    const unsigned rows = up(c.to.rows, kSquare), cols = up(c.to.cols, kSquare);
+    transpose_kernel<From, To><<<batches * rows * cols, kThreads, 0, to_cuda(stream)>>>(c, rows, cols);
   } else {
-    copy_kernel<From, To><<<row_grid(c.to), kThreads, 0, to_cuda(stream)>>>(
-        c, pieces(c.to.cols), moves_in_quads<From>(c.from), moves_in_quads<To>(c.to));
+    const unsigned groups = up(c.to.rows, kCopyRows), row_pieces = up(c.to.cols, kPiece);
+    copy_kernel<From, To><<<batches * groups * row_pieces, kThreads, 0, to_cuda(stream)>>>(c, row_pieces, groups);
   }
   check_launch("newton_schulz");
 }
@@ -583,8 +620,12 @@ void inverse_norms(const InverseNormArguments& arguments, double* workspace, Str
   if (!n.square_sums) {
     const std::int64_t chunks = norm_chunks(n.u);
     with_io_type(n.u.dtype, [&](auto type) {
-      square_sums<decltype(type)>
-          <<<static_cast<unsigned>(n.u.batches * chunks), kThreads, 0, to_cuda(stream)>>>(n.u, chunks, workspace);
+      using T = decltype(type);
+      constexpr int kPack = 16 / static_cast<int>(sizeof(T));
+      const bool packs = n.u.cols % kPack == 0 && n.u.row_stride % kPack == 0 && n.u.batch_stride % kPack == 0 &&
+                         reinterpret_cast<std::uintptr_t>(n.u.data) % 16 == 0;
+      const auto kernel = packs ? square_sums<T, kPack> : square_sums<T, 1>;
+      kernel<<<static_cast<unsigned>(n.u.batches * chunks), kThreads, 0, to_cuda(stream)>>>(n.u, chunks, workspace);
     });
     check_launch("newton_schulz");
     n.square_sums = workspace;
