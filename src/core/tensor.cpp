@@ -60,6 +60,7 @@ Strides row_major(const Shape& shape, std::int64_t row_stride) {
   std::int64_t stride = 1;
   for (int d = shape.rank() - 1; d >= 0; --d) {
     strides[static_cast<std::size_t>(d)] = stride;
+    if (d == 0) break;  // the product of all extents may be more than an integer holds
     // Extents of zero count as one, so that strides stay positive.
     stride *= d == shape.rank() - 1 ? row_stride : std::max<std::int64_t>(shape[d], 1);
   }
