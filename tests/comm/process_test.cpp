@@ -21,8 +21,7 @@ constexpr milliseconds kSoon{15000};
 
 /// Ranks 0 to size - 1 of one run, each in the role that is given for it or the common one.
 std::vector<std::size_t> start_ranks(Processes& processes, const std::string& role, int size,
-                                     const std::map<int, std::string>& other_roles = {}) {
-  const int port = free_port();
+                                     const std::map<int, std::string>& other_roles = {}, int port = free_port()) {
   std::vector<std::size_t> started;
   for (int r = 0; r < size; ++r) {
     const auto other = other_roles.find(r);
@@ -89,7 +88,8 @@ TEST_CASE("when a rank dies before the ranks have met, the others end at the dea
 
 TEST_CASE("when rank 0 dies before the ranks have met, the others end at the deadline", "[dist]") {
   Processes processes;
-  const auto ranks = start_ranks(processes, "collectives", 2, {{0, "die first"}});
+  const SilentPort port;
+  const auto ranks = start_ranks(processes, "collectives", 2, {{0, "die first"}}, port.port());
   check_others_name(processes, ranks, 0, "nobody answers at 127.0.0.1");
 }
 

@@ -1,9 +1,11 @@
 #include "support/ranks.h"
 
 #include <fcntl.h>
+#include <netinet/in.h>
 #include <poll.h>
 #include <signal.h>
 #include <spawn.h>
+#include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -154,5 +156,17 @@ Processes::Environment rank_variables(const std::string& role, int rank, int siz
 }
 
 int free_port() { return detail::port_of(detail::listen_at("127.0.0.1", 0)); }
+
+SilentPort::SilentPort() : socket_(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t length = sizeof address;
+  auto* const any = reinterpret_cast<sockaddr*>(&address);
+  REQUIRE(bind(socket_, any, length) == 0);
+  REQUIRE(getsockname(socket_, any, &length) == 0);
+  port_ = ntohs(address.sin_port);
+}
+SilentPort::~SilentPort() { close(socket_); }
 
 }  // namespace rowan::test

@@ -79,4 +79,17 @@ Processes::Environment rank_variables(const std::string& role, int rank, int siz
 /// A TCP port of the loopback device that nobody listens at.
 int free_port();
 
+/// A port of the loopback device that is taken, so that other programs cannot listen at it, and at which nobody listens.
+class SilentPort {
+ public:
+  SilentPort();
+  ~SilentPort();
+  SilentPort(const SilentPort&) = delete;
+  SilentPort& operator=(const SilentPort&) = delete;
+  int port() const noexcept { return port_; }
+
+ private:
+  int socket_ = -1, port_ = 0;
+};
+
 }  // namespace rowan::test
