@@ -326,7 +326,7 @@ TEST_CASE("separate layers on one x with spare columns keep an S each") {
     return all;
   };
   std::vector<std::vector<double>> expected;
-  for (const std::uint64_t seed : {10, 20, 30}) {  // each alone on an x of its own
+  for (const std::uint64_t seed : {10u, 20u, 30u}) {  // each alone on an x of its own
     const LoraLinear layer = make("alone", seed);
     LoraLinearContext context;
     Tensor y = Tensor::empty({5, 6}, DType::kFloat64, stream);
@@ -341,7 +341,7 @@ TEST_CASE("separate layers on one x with spare columns keep an S each") {
     Tensor y = Tensor::empty({5, 6}, DType::kFloat64, stream);
     layers[i].forward(shared, y, contexts[i], stream);
   }
-  for (const std::size_t i : {1, 0, 2}) {
+  for (const std::size_t i : {1u, 0u, 2u}) {
     layers[i].backward(dy, contexts[i], nullptr, stream);
     CHECK(test::difference(grads(layers[i]), expected[i]).relative_frobenius < 1e-14);
   }
