@@ -160,6 +160,9 @@ MuownPrepareArguments check_prepare(const Tensor& weight, const Tensor& gradient
     if (!output->defined()) continue;
     for (const Tensor* input : inputs) detail::require_apart(kPrepare, "outputs", *output, "inputs", *input);
   }
+  a.quads = moves_in_quads(a.shape, a.update, size_of(a.shape.update_dtype));
+  for (const MuownOperand* m : {&a.weight, &a.gradient, &a.momentum, &a.direction})
+    a.quads = a.quads && moves_in_quads(a.shape, *m, size_of(dtype));
   a.mu = options.momentum;
   a.nesterov = options.nesterov;
   a.epsilon = options.epsilon;
@@ -205,6 +208,9 @@ MuownFinishArguments check_finish(const Tensor& weight, const Tensor& gradient, 
       if (input->defined()) detail::require_apart(kFinish, "outputs", *output, "inputs", *input);
     }
   }
+  a.quads = moves_in_quads(a.shape, a.weight, size_of(dtype)) &&
+            moves_in_quads(a.shape, a.update, size_of(a.shape.update_dtype));
+  a.value_quads = moves_in_quads(a.shape, a.value, size_of(a.value_dtype));
   a.beta1 = options.beta1;
   a.beta2 = options.beta2;
   a.epsilon = options.epsilon;

@@ -30,11 +30,20 @@ struct MuownShape {
   std::int64_t rows() const { return batches * neurons; }
 };
 
+/// Whether all lines of an operand (null: yes) can be moved four elements of `size` bytes at a time.
+inline bool moves_in_quads(const MuownShape& shape, const MuownOperand& operand, std::size_t size) {
+  constexpr std::int64_t kQuad = 4;
+  return (shape.transposed ? shape.neurons : shape.inputs) % kQuad == 0 &&
+         reinterpret_cast<std::uintptr_t>(operand.data) % (kQuad * size) == 0 && operand.batch_stride % kQuad == 0 &&
+         operand.line_stride % kQuad == 0;
+}
+
 /// Row tensors are contiguous, [batches * neurons].
 struct MuownPrepareArguments {
   std::int64_t first_block = 0;  ///< of a launch over many matrices
   MuownShape shape;
   MuownOperand weight, gradient, momentum, update, direction;  ///< direction.data may be null
+  bool quads = false;                                          ///< all of them move in quads
   const void* magnitude = nullptr;
   const void* norm = nullptr;
   void* magnitude_grad = nullptr;
@@ -58,6 +67,8 @@ struct MuownFinishArguments {
   std::int64_t first_block = 0;
   MuownShape shape;
   MuownOperand weight, gradient, update, value;  ///< gradient and value may be null
+  bool quads = false;                            ///< weight and update move in quads
+  bool value_quads = false;
   DType value_dtype = DType::kBFloat16;
   void* magnitude = nullptr;
   void* norm = nullptr;

@@ -68,8 +68,8 @@ struct Lines {
   std::int64_t stride;
   bool quads;
 
-  __device__ Lines(const MuownOperand& m, std::int64_t batch, const MuownShape& shape)
-      : data(line_of<T>(m, batch, 0)), stride(m.line_stride), quads(shape.neurons % kQuad == 0 && quads_fit<T>(m)) {}
+  __device__ Lines(const MuownOperand& m, std::int64_t batch, bool moves_in_quads)
+      : data(line_of<T>(m, batch, 0)), stride(m.line_stride), quads(moves_in_quads) {}
   /// Zeros beyond the last line.
   __device__ auto load(const TilePosition& p, std::int64_t line, std::int64_t neurons) const {
     using Value = std::remove_const_t<T>;
@@ -114,7 +114,7 @@ inline __global__ void __launch_bounds__(kAcross* kDown)
     prepare_dots(const MuownPrepareArguments a, const Chunks c, double* partials) {
   if (detail::control_skips(a.control)) return;
   const TilePosition p(a.shape, c);
-  const Lines<const float> weight(a.weight, p.batch, a.shape), gradient(a.gradient, p.batch, a.shape);
+  const Lines<const float> weight(a.weight, p.batch, a.quads), gradient(a.gradient, p.batch, a.quads);
   const std::int64_t n = a.shape.neurons;
   double dot[1][kQuad] = {};
   for (std::int64_t i = p.begin; i < p.end; i += kAhead * kDown) {
@@ -141,11 +141,11 @@ __global__ void __launch_bounds__(kAcross* kDown, 3)
     prepare_updates(const MuownPrepareArguments a, const Chunks c, double* partials) {
   if (detail::control_skips(a.control)) return;
   const TilePosition p(a.shape, c);
-  const Lines<const float> weight(a.weight, p.batch, a.shape), gradient(a.gradient, p.batch, a.shape);
-  const Lines<float> momentum(a.momentum, p.batch, a.shape);
-  const Lines<U> update(a.update, p.batch, a.shape);
+  const Lines<const float> weight(a.weight, p.batch, a.quads), gradient(a.gradient, p.batch, a.quads);
+  const Lines<float> momentum(a.momentum, p.batch, a.quads);
+  const Lines<U> update(a.update, p.batch, a.quads);
   const std::int64_t n = a.shape.neurons;
-  const auto factor = static_cast<float>(detail::control_factor(a.control)), mu = static_cast<float>(a.mu);
+  const auto mu = static_cast<float>(a.mu);
   const bool nesterov = a.nesterov;
   PrepareFactors f[kQuad];
 #pragma unroll
@@ -153,6 +153,7 @@ __global__ void __launch_bounds__(kAcross* kDown, 3)
     const std::int64_t row = p.row_of(e, a.shape);
     f[e].set(a, static_cast<const float*>(a.magnitude)[row], static_cast<const float*>(a.norm)[row]);
     f[e].gg = static_cast<const float*>(a.magnitude_grad)[row];
+    f[e].set_products(detail::control_factor(a.control));
   }
   constexpr int kPair = 2;
   double sums[2][kQuad] = {};
@@ -172,10 +173,7 @@ __global__ void __launch_bounds__(kAcross* kDown, 3)
       Quad<U> u;
 #pragma unroll
       for (int e = 0; e < kQuad; ++e) {
-        const float d = f[e].ratio * (g[k].value[e] * factor - w[k].value[e] * f[e].inverse * f[e].gg);
-        const float moved = mu * m[k].value[e] + d;
-        m[k].value[e] = moved;
-        u.value[e] = from_float<U>(nesterov ? d + mu * moved : moved);
+        u.value[e] = from_float<U>(prepare_element(f[e], mu, nesterov, w[k].value[e], g[k].value[e], m[k].value[e]));
         const float stored = to_float(u.value[e]);
         sums[0][e] += static_cast<double>(stored) * static_cast<double>(stored);
         largest[e] = max(largest[e], magnitude_bits(stored));
@@ -186,7 +184,7 @@ __global__ void __launch_bounds__(kAcross* kDown, 3)
         Quad<float> back;
 #pragma unroll
         for (int e = 0; e < kQuad; ++e) back.value[e] = w[k].value[e] * f[e].back;
-        Lines<float>(a.direction, p.batch, a.shape).store(p, line, n, back);
+        Lines<float>(a.direction, p.batch, a.quads).store(p, line, n, back);
       }
     }
   }
@@ -200,8 +198,8 @@ __global__ void __launch_bounds__(kAcross* kDown)
     finish_sums(const MuownFinishArguments a, const Chunks c, double* partials) {
   if (detail::control_skips(a.control)) return;
   const TilePosition p(a.shape, c);
-  const Lines<const float> weight(a.weight, p.batch, a.shape);
-  const Lines<const U> update(a.update, p.batch, a.shape);
+  const Lines<const float> weight(a.weight, p.batch, a.quads);
+  const Lines<const U> update(a.update, p.batch, a.quads);
   const std::int64_t n = a.shape.neurons;
   FinishFactors f[kQuad];
   bool maybe_cold = false;
@@ -239,7 +237,7 @@ __global__ void __launch_bounds__(kAcross* kDown)
       const Quad<float> w = weight.load(p, i, n);
       const Quad<U> o = update.load(p, i, n);
       Quad<float> gradient{};
-      if (maybe_cold) gradient = Lines<const float>(a.gradient, p.batch, a.shape).load(p, i, n);
+      if (maybe_cold) gradient = Lines<const float>(a.gradient, p.batch, false).load(p, i, n);
 #pragma unroll
       for (int e = 0; e < kQuad; ++e) {
         const float stored = to_float(o.value[e]);
@@ -267,10 +265,10 @@ __global__ void __launch_bounds__(kAcross* kDown, 3)
     finish_elements(const MuownFinishArguments a, const Chunks c, const StoredPlan* plans) {
   if (detail::control_skips(a.control)) return;
   const TilePosition p(a.shape, c);
-  const Lines<float> weight(a.weight, p.batch, a.shape);
-  const Lines<const U> update(a.update, p.batch, a.shape);
+  const Lines<float> weight(a.weight, p.batch, a.quads);
+  const Lines<const U> update(a.update, p.batch, a.quads);
   const std::int64_t n = a.shape.neurons;
-  const ValueLines value(a, n % kQuad == 0);
+  const ValueLines value(a);
   StoredPlan row[kQuad];
   bool moves = false;
 #pragma unroll
@@ -304,7 +302,7 @@ __global__ void __launch_bounds__(kAcross* kDown, 3)
 inline __global__ void __launch_bounds__(kAcross* kDown)
     init_sums(const MuownInitArguments a, const Chunks c, double* partials) {
   const TilePosition p(a.shape, c);
-  const Lines<const float> weight(a.weight, p.batch, a.shape);
+  const Lines<const float> weight(a.weight, p.batch, false);
   double square[1][kQuad] = {};
   for (std::int64_t i = p.begin; i < p.end; i += kDown) {
     const Quad<float> w = weight.load(p, i, a.shape.neurons);

@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "ops/device_types.cuh"
 #include "ops/muown_backend.h"
@@ -25,14 +26,6 @@ using Quad = Pack<T, kQuad>;
 template <class T>
 __device__ T* line_of(const MuownOperand& operand, std::int64_t batch, std::int64_t line) {
   return static_cast<T*>(operand.data) + batch * operand.batch_stride + line * operand.line_stride;
-}
-
-/// Whether every line of the operand can be read in quads.
-template <class T>
-__device__ bool quads_fit(const MuownOperand& operand) {
-  const auto quads = [](std::int64_t x) { return x % kQuad == 0; };
-  return reinterpret_cast<std::uintptr_t>(operand.data) % sizeof(Quad<T>) == 0 && quads(operand.batch_stride) &&
-         quads(operand.line_stride);
 }
 
 /// Elements [j, j + 4) of a line of n; zeros beyond its end. `quads`: n is a multiple of 4 and the address fits.
@@ -75,18 +68,31 @@ __device__ std::uint32_t lane_largest(std::uint32_t bits) {
   return bits;
 }
 
-/// This block's matrix: one of the table, or `single` where that is empty.
+/// This block's matrix, one of the table, or `single` where that is empty, copied to shared memory: fields read where
+/// they lie would be waited for one after the other.
 template <class Arguments>
-__device__ const Arguments& matrix_of(std::int64_t block, const Arguments& single, const MuownTable<Arguments>& table) {
-  return table.matrices ? table.matrices[table.matrix_of_block[block]] : single;
+__device__ void take_matrix(Arguments& mine, const Arguments& single, const MuownTable<Arguments>& table) {
+  const Arguments* const from = table.matrices ? table.matrices + table.matrix_of_block[blockIdx.x] : &single;
+  constexpr unsigned kWords = sizeof(Arguments) / sizeof(std::int64_t);
+  static_assert(sizeof(Arguments) % sizeof(std::int64_t) == 0 && std::is_trivially_copyable_v<Arguments>);
+  for (unsigned i = threadIdx.x; i < kWords; i += blockDim.x)
+    reinterpret_cast<std::int64_t*>(&mine)[i] = reinterpret_cast<const std::int64_t*>(from)[i];
+  __syncthreads();
 }
+/// Room for it that is not initialised.
+template <class Arguments>
+struct alignas(Arguments) MatrixRoom {
+  unsigned char bytes[sizeof(Arguments)];
+  __device__ Arguments& get() { return *reinterpret_cast<Arguments*>(bytes); }
+};
 
-/// The row's factors in prepare: u = w inverse, D = ratio (G - u gg).
+/// The row's factors in prepare: u = w inverse, D = ratio (G - u gg) = of_gradient G - of_weight W.
 struct PrepareFactors {
   float inverse = 0;
   float ratio = 0;
   float back = 0;  // of the direction d0
   float gg = 0;    // <G, u>
+  float of_gradient = 0, of_weight = 0;
 
   __device__ void set(const MuownPrepareArguments& a, float g, float norm) {
     const float magnitude = detail::guarded_magnitude(g, static_cast<float>(a.epsilon));
@@ -94,9 +100,15 @@ struct PrepareFactors {
     ratio = __fdiv_rn(magnitude, norm);
     back = __fdiv_rn(norm, magnitude);
   }
-  /// From <G, W>, with control's factor.
+  /// From gg, with control's factor.
+  __device__ void set_products(double factor) {
+    of_gradient = ratio * static_cast<float>(factor);
+    of_weight = ratio * inverse * gg;
+  }
+  /// From <G, W>.
   __device__ void set_gradient(double factor, double dot) {
     gg = static_cast<float>(factor * dot * static_cast<double>(inverse));
+    set_products(factor);
   }
 };
 
@@ -106,16 +118,20 @@ struct UpdateSums {
   std::uint32_t largest = 0;  // magnitude_bits
 };
 
-/// M becomes M', and U from it, for the elements of a quad; the first `inside` of them count.
+/// M becomes M' for one element; returns U.
+__device__ inline float prepare_element(const PrepareFactors& f, float mu, bool nesterov, float w, float g, float& m) {
+  const float d = fmaf(g, f.of_gradient, -(w * f.of_weight));
+  m = fmaf(mu, m, d);
+  return nesterov ? fmaf(mu, m, d) : m;
+}
+
+/// The same for a quad, of whose U the first `inside` elements count.
 template <class U>
-__device__ void prepare_quad(const PrepareFactors& f, float factor, float mu, bool nesterov, const Quad<float>& w,
+__device__ void prepare_quad(const PrepareFactors& f, float mu, bool nesterov, const Quad<float>& w,
                              const Quad<float>& g, Quad<float>& m, Quad<U>& u, int inside, UpdateSums& sums) {
 #pragma unroll
   for (int e = 0; e < kQuad; ++e) {
-    const float d = f.ratio * (g.value[e] * factor - w.value[e] * f.inverse * f.gg);
-    const float moved = mu * m.value[e] + d;
-    m.value[e] = moved;
-    u.value[e] = from_float<U>(nesterov ? d + mu * moved : moved);
+    u.value[e] = from_float<U>(prepare_element(f, mu, nesterov, w.value[e], g.value[e], m.value[e]));
     if (e >= inside) continue;
     const float stored = to_float(u.value[e]);
     sums.square += static_cast<double>(stored) * static_cast<double>(stored);
@@ -210,11 +226,12 @@ __device__ void to_floats(const Quad<T>& q, float (&x)[kQuad]) {
   for (int e = 0; e < kQuad; ++e) x[e] = to_float(q.value[e]);
 }
 
+__device__ inline float step_weight(const RowPlan<float>& plan, const FinishFactors& f, float w, float o) {
+  return fmaf(-plan.decay, w, plan.scale * f.direction(w, o));
+}
 __device__ inline float new_weight(const RowPlan<float>& plan, const FinishFactors& f, float w, float o) {
   if (plan.mode == RowMode::kWake) return plan.scale * o;
-  if (plan.mode == RowMode::kKeep) return w;
-  const float step = plan.scale * f.direction(w, o);
-  return plan.decay == 0 ? step : step - plan.decay * w;
+  return plan.mode == RowMode::kKeep ? w : step_weight(plan, f, w, o);
 }
 __device__ inline Quad<float> new_weights(const RowPlan<float>& plan, const FinishFactors& f, const Quad<float>& w,
                                           const float (&o)[kQuad]) {
@@ -230,32 +247,36 @@ struct ValueLines {
   DType dtype;
   bool quads;
 
-  __device__ explicit ValueLines(const MuownFinishArguments& a, bool quads_of_line)
-      : operand(a.value),
-        dtype(a.value_dtype),
-        quads(quads_of_line &&
-              (a.value_dtype == DType::kFloat32 ? quads_fit<float>(a.value) : quads_fit<__half>(a.value))) {}
+  __device__ explicit ValueLines(const MuownFinishArguments& a)
+      : operand(a.value), dtype(a.value_dtype), quads(a.value_quads) {}
 
+  /// `kMoves`: all lines move in quads; else it is asked.
+  template <bool kMoves = false>
   __device__ void store(std::int64_t batch, std::int64_t line, std::int64_t j, std::int64_t n,
                         const Quad<float>& x) const {
     if (!operand.data) return;
     if (dtype == DType::kBFloat16) {
-      store_as<__nv_bfloat16>(batch, line, j, n, x);
+      store_as<kMoves, __nv_bfloat16>(batch, line, j, n, x);
     } else if (dtype == DType::kFloat16) {
-      store_as<__half>(batch, line, j, n, x);
+      store_as<kMoves, __half>(batch, line, j, n, x);
     } else {
-      store_as<float>(batch, line, j, n, x);
+      store_as<kMoves, float>(batch, line, j, n, x);
     }
   }
 
  private:
-  template <class V>
+  template <bool kMoves, class V>
   __device__ void store_as(std::int64_t batch, std::int64_t line, std::int64_t j, std::int64_t n,
                            const Quad<float>& x) const {
     Quad<V> q;
 #pragma unroll
     for (int e = 0; e < kQuad; ++e) q.value[e] = from_float<V>(x.value[e]);
-    store_quad(line_of<V>(operand, batch, line), j, n, quads, q);
+    V* const to = line_of<V>(operand, batch, line);
+    if constexpr (kMoves) {
+      *reinterpret_cast<Quad<V>*>(to + j) = q;
+    } else {
+      store_quad(to, j, n, quads, q);
+    }
   }
 };
 

@@ -54,7 +54,9 @@ __device__ T of_row(T value, int i) {
 template <class W, class U>
 __global__ void __launch_bounds__(kBlock, kLeastBlocks)
     prepare(const __grid_constant__ MuownPrepareArguments single, const MuownTable<MuownPrepareArguments> table) {
-  const MuownPrepareArguments& a = matrix_of(blockIdx.x, single, table);
+  __shared__ MatrixRoom<MuownPrepareArguments> room;
+  take_matrix(room.get(), single, table);
+  const MuownPrepareArguments& a = room.get();
   const Rows<W> rows(a.shape, blockIdx.x - a.first_block);
   float g_own = 1, norm_own = 1;
   if (rows.keeps_scalars()) {
@@ -64,8 +66,7 @@ __global__ void __launch_bounds__(kBlock, kLeastBlocks)
   const bool skips = detail::control_skips(a.control);
   const double factor = detail::control_factor(a.control);
   const std::int64_t n = a.shape.inputs;
-  const bool quads = n % kQuad == 0 && quads_fit<float>(a.weight) && quads_fit<float>(a.gradient) &&
-                     quads_fit<float>(a.momentum) && quads_fit<U>(a.update) && quads_fit<float>(a.direction);
+  const bool quads = a.quads;
   Quad<float> w[W::kRows], g[W::kRows];
   Quad<float> m[W::kRows];
   const std::int64_t at = std::int64_t{kQuad} * rows.lane;
@@ -89,21 +90,20 @@ __global__ void __launch_bounds__(kBlock, kLeastBlocks)
   own.set(a, g_own, norm_own);
   own.set_gradient(factor, dot_own);
 
-  const float mu = static_cast<float>(a.mu), narrow_factor = static_cast<float>(factor);
+  const auto mu = static_cast<float>(a.mu);
   const bool nesterov = a.nesterov;
   UpdateSums sums_own;
 #pragma unroll
   for (int i = 0; i < W::kRows; ++i) {
     PrepareFactors f;
-    f.inverse = of_row<W>(own.inverse, i);
-    f.ratio = of_row<W>(own.ratio, i);
-    f.gg = of_row<W>(own.gg, i);
+    f.of_gradient = of_row<W>(own.of_gradient, i);
+    f.of_weight = of_row<W>(own.of_weight, i);
     f.back = of_row<W>(own.back, i);
     const std::int64_t count = rows.has(i) ? n : 0;
     const std::int64_t batch = rows.batch(i), neuron = rows.neuron(i);
     UpdateSums sums;
     Quad<U> u;
-    prepare_quad(f, narrow_factor, mu, nesterov, w[i], g[i], m[i], u, inside_of(at, count), sums);
+    prepare_quad(f, mu, nesterov, w[i], g[i], m[i], u, inside_of(at, count), sums);
     store_quad(line_of<float>(a.momentum, batch, neuron), at, count, quads, m[i]);
     store_quad(line_of<U>(a.update, batch, neuron), at, count, quads, u);
     if (a.direction.data) {
@@ -126,13 +126,15 @@ template <class W, class U>
 __global__ void __launch_bounds__(kBlock, 3)
     finish(const __grid_constant__ MuownFinishArguments single, const MuownTable<MuownFinishArguments> table) {
   __shared__ detail::FinishConstants constants;
-  const MuownFinishArguments& a = matrix_of(blockIdx.x, single, table);
+  __shared__ MatrixRoom<MuownFinishArguments> room;
+  take_matrix(room.get(), single, table);
+  const MuownFinishArguments& a = room.get();
   const Rows<W> rows(a.shape, blockIdx.x - a.first_block);
   RowScalars scalars;
   if (rows.keeps_scalars()) scalars.load(a, rows.own());
   const bool skips = detail::control_skips(a.control);
   const std::int64_t n = a.shape.inputs;
-  const bool quads = n % kQuad == 0 && quads_fit<float>(a.weight) && quads_fit<U>(a.update);
+  const bool quads = a.quads;
   Quad<float> w[W::kRows];
   Quad<U> o[W::kRows];
   const std::int64_t at = std::int64_t{kQuad} * rows.lane;
@@ -183,7 +185,7 @@ __global__ void __launch_bounds__(kBlock, 3)
     plan_own = detail::finish_row(constants, sums_own.sums(), scalars.magnitude_grad, scalars.state);
     scalars.store(a, rows.own());
   }
-  const ValueLines value(a, n % kQuad == 0);
+  const ValueLines value(a);
 #pragma unroll
   for (int i = 0; i < W::kRows; ++i) {
     RowPlan<float> plan;
