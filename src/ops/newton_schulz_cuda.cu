@@ -220,7 +220,8 @@ void launch_copy(ScaledCopy c, bool transposed, StreamRef stream) {
 constexpr int kGrid = 16;  // 16 x 16 threads hold kSide/16 x kSide/16 entries each
 constexpr int kWarps = kThreads / 32;
 constexpr int kStrip = 64;                // positions on the long side that a block holds at a time
-constexpr std::int64_t kGramLong = 1024;  // positions that a block sums before the sums of blocks are added
+constexpr std::int64_t kGramLong = 2048;  // positions that a block sums before the sums of blocks are added
+constexpr std::int64_t kApplyLong = 512;  // positions of a block
 static_assert(kGrid * kGrid == kThreads && kGramLong % kStrip == 0);
 
 int padded_side(std::int64_t p) { return p <= 16 ? 16 : p <= 32 ? 32 : 64; }
@@ -228,7 +229,7 @@ __host__ __device__ std::int64_t gram_chunks(const NewtonSchulzMatrix& u) {
   return (u.long_side() + kGramLong - 1) / kGramLong;
 }
 __host__ __device__ std::int64_t apply_chunks(const NewtonSchulzMatrix& u) {
-  return (u.long_side() + kThreads - 1) / kThreads;
+  return (u.long_side() + kApplyLong - 1) / kApplyLong;
 }
 
 /// This block's stack, copied to shared memory: one of the table, or `single` where there is none.
@@ -331,6 +332,20 @@ __device__ void multiply_add(float (&c)[4], const Fragment& a, const std::uint32
       : "r"(a.upper[0]), "r"(a.lower[0]), "r"(a.upper[1]), "r"(a.lower[1]), "r"(b[0]), "r"(b[1]));
 }
 
+/// Four 8 x 8 matrices; lanes 8 i to 8 i + 7 name the rows of matrix i.
+__device__ void load_matrices(std::uint32_t (&m)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+               : "r"(static_cast<std::uint32_t>(__cvta_generic_to_shared(row)))
+               : "memory");
+}
+__device__ void load_matrices_transposed(std::uint32_t (&m)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+               : "r"(static_cast<std::uint32_t>(__cvta_generic_to_shared(row)))
+               : "memory");
+}
+
 /// Eight adjacent elements of which the first `count` exist.
 __device__ uint4 load_eight(const __nv_bfloat16* from, std::int64_t count, bool vectors) {
   if (count <= 0) return {};
@@ -342,6 +357,19 @@ __device__ uint4 load_eight(const __nv_bfloat16* from, std::int64_t count, bool 
   }
   return {x[0] | std::uint32_t{x[1]} << 16, x[2] | std::uint32_t{x[3]} << 16, x[4] | std::uint32_t{x[5]} << 16,
           x[6] | std::uint32_t{x[7]} << 16};
+}
+
+__device__ void store_eight(__nv_bfloat16* to, std::int64_t count, bool vectors, const uint4& v) {
+  if (count <= 0) return;
+  if (vectors && count >= 8) {
+    *reinterpret_cast<uint4*>(to) = v;
+    return;
+  }
+  const std::uint32_t words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+  for (int e = 0; e < 8; ++e) {
+    if (e < count) reinterpret_cast<std::uint16_t*>(to)[e] = static_cast<std::uint16_t>(words[e / 2] >> e % 2 * 16);
+  }
 }
 
 /// Times 2^exponent, in two steps since it may lie outside the type's range.
@@ -374,23 +402,38 @@ struct GramSums {
       }
     }
   }
-  /// sum (+)= this warp's part, both triangles.
-  __device__ void add_to(float* sum, bool first) const {
+  /// Calls f(a sum, its row and its column) for those of this lane on and below the diagonal's blocks, in one order.
+  template <class F>
+  __device__ void for_each(F&& f) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll
     for (int i = 0; i < kBlocks; ++i) {
 #pragma unroll
       for (int j = 0; j < 2 * (i + 1); ++j) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const int row = 16 * i + lane / 4 + e / 2 * 8, col = 8 * j + lane % 4 * 2 + e % 2;
-          if (col > row) continue;
-          const float value = first ? c[i][j][e] : sum[row * kSide + col] + c[i][j][e];
-          sum[row * kSide + col] = value;
-          sum[col * kSide + row] = value;
-        }
+        for (int e = 0; e < 4; ++e) f(c[i][j][e], 16 * i + lane / 4 + e / 2 * 8, 8 * j + lane % 4 * 2 + e % 2);
       }
     }
+  }
+  static constexpr int kSums = 4 * kBlocks * (kBlocks + 1);
+  /// Warp 0 gets the sums of all warps, added in a fixed tree. `parts`: [kWarps / 2, kSums, 32].
+  __device__ void add_warps(float* parts) {
+    const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll
+    for (int half = kWarps / 2; half > 0; half /= 2) {
+      __syncthreads();
+      float* at = parts + (warp % half) * kSums * 32 + lane;
+      if (warp >= half && warp < 2 * half) for_each([&](float sum, int, int) { *at = sum, at += 32; });
+      __syncthreads();
+      if (warp < half) for_each([&](float& sum, int, int) { sum += *at, at += 32; });
+    }
+  }
+  __device__ void write(float* out) {  // both triangles
+    for_each([&](float sum, int row, int col) {
+      if (col > row) return;
+      out[row * kSide + col] = sum;
+      out[col * kSide + row] = sum;
+    });
   }
 };
 
@@ -398,8 +441,10 @@ template <int kSide>
 __device__ void gram_of(const NewtonSchulzMatrix& u, std::int64_t batch, double inverse, std::int64_t begin,
                         std::int64_t end, float* out, __nv_bfloat16) {
   constexpr int kBlocks = kSide / 16, kPadded = kSide + 8;
-  __shared__ __align__(16) __nv_bfloat16 rows[kWarps][16][kPadded];  // of a tall matrix
-  __shared__ float sum[kSide * kSide];
+  constexpr int kStep = 16 * 64 / kSide;  // positions of a tall matrix that a warp takes at once: four loads a lane
+  constexpr int kTileBytes = kWarps * kStep * kPadded * 2, kPartBytes = kWarps / 2 * GramSums<kSide>::kSums * 32 * 4;
+  __shared__ __align__(16) unsigned char memory[kTileBytes > kPartBytes ? kTileBytes : kPartBytes];
+  auto* const rows = reinterpret_cast<__nv_bfloat16(*)[kStep][kPadded]>(memory);
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const __nv_bfloat16* const matrix = row_of<const __nv_bfloat16>(u, batch, 0);
   const bool vectors = reinterpret_cast<std::uintptr_t>(matrix) % 16 == 0 && u.row_stride % 8 == 0;
@@ -426,33 +471,35 @@ __device__ void gram_of(const NewtonSchulzMatrix& u, std::int64_t batch, double 
       sums.add(f);
     }
   } else {
-    for (std::int64_t at = begin + warp * 16; at < end; at += kWarps * 16) {
-      __syncwarp();
+    for (std::int64_t at = begin + warp * kStep; at < end; at += kWarps * kStep) {
+      constexpr int kLoads = kStep * kSide / 8 / 32;
+      uint4 eight[kLoads];
 #pragma unroll
-      for (int i = 0; i < kBlocks; ++i) {
-        const int piece = lane + 32 * i, row = piece / (2 * kBlocks), col = piece % (2 * kBlocks) * 8;
-        const bool inside = at + row < end;
-        *reinterpret_cast<uint4*>(&rows[warp][row][col]) =
-            scale(load_eight(matrix + (at + row) * u.row_stride + col, inside ? u.cols - col : 0, vectors));
+      for (int i = 0; i < kLoads; ++i) {
+        const int piece = lane + 32 * i, row = piece / (kSide / 8), col = piece % (kSide / 8) * 8;
+        eight[i] = load_eight(matrix + (at + row) * u.row_stride + col, at + row < end ? u.cols - col : 0, vectors);
       }
       __syncwarp();
 #pragma unroll
-      for (int i = 0; i < kBlocks; ++i) {
-        const auto from = static_cast<std::uint32_t>(
-            __cvta_generic_to_shared(&rows[warp][lane / 16 * 8 + lane % 8][16 * i + lane / 8 % 2 * 8]));
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(f[i].upper[0]), "=r"(f[i].lower[0]), "=r"(f[i].upper[1]), "=r"(f[i].lower[1])
-                     : "r"(from)
-                     : "memory");
+      for (int i = 0; i < kLoads; ++i) {
+        const int piece = lane + 32 * i;
+        *reinterpret_cast<uint4*>(&rows[warp][piece / (kSide / 8)][piece % (kSide / 8) * 8]) = scale(eight[i]);
       }
-      sums.add(f);
+      __syncwarp();
+#pragma unroll
+      for (int first = 0; first < kStep; first += 16) {
+#pragma unroll
+        for (int i = 0; i < kBlocks; ++i) {
+          std::uint32_t m[4];
+          load_matrices_transposed(m, &rows[warp][first + lane / 16 * 8 + lane % 8][16 * i + lane / 8 % 2 * 8]);
+          f[i] = {{m[0], m[2]}, {m[1], m[3]}};
+        }
+        sums.add(f);
+      }
     }
   }
-  for (int w = 0; w < kWarps; ++w) {  // one after the other: always the same order
-    if (w == warp) sums.add_to(sum, w == 0);
-    __syncthreads();
-  }
-  for (int e = static_cast<int>(threadIdx.x); e < kSide * kSide; e += kThreads) out[e] = sum[e];
+  sums.add_warps(reinterpret_cast<float*>(memory));
+  if (warp == 0) sums.write(out);
 }
 
 /// partials[block] = the kSide x kSide Gram matrix of kGramLong positions.
@@ -522,23 +569,11 @@ __global__ void __launch_bounds__(kThreads) skinny_polynomial(const __grid_const
     table.polynomials[blockIdx.x * static_cast<std::int64_t>(kSize) + e] = q[e];
 }
 
-/// out = Q (u inverse), a thread for each position of the long side, which it reads before it writes.
 template <class T, class Out, int kSide>
-__global__ void __launch_bounds__(kThreads)
-    skinny_apply(const __grid_constant__ SkinnyStack single, const SkinnyTable table) {
-  __shared__ SkinnyStack s;
-  __shared__ __align__(16) float q[kSide * kSide];
-  take_stack(single, table.stacks, table.stack_of_apply_block, s);
-  const std::int64_t block = blockIdx.x - s.first_apply_block, chunks = apply_chunks(s.u);
-  const std::int64_t batch = block / chunks, position = (block - batch * chunks) * kThreads + threadIdx.x;
-  const float* const polynomial = table.polynomials + (s.first_matrix + batch) * (kSide * kSide);
-  for (int e = static_cast<int>(threadIdx.x); e < kSide * kSide; e += kThreads) q[e] = polynomial[e];
-  __syncthreads();
-  if (position >= s.u.long_side()) return;
-
+__device__ void apply_to_position(const SkinnyStack& s, const float* q, std::int64_t batch, std::int64_t position,
+                                  double inverse) {
   const bool wide = s.u.is_wide();
   const int p = static_cast<int>(s.u.short_side());
-  const double inverse = table.inverse[s.first_matrix + batch];
   const T* const from = row_of<const T>(s.u, batch, wide ? 0 : position) + (wide ? position : 0);
   Out* const to = row_of<Out>(s.out, batch, wide ? 0 : position) + (wide ? position : 0);
   const std::int64_t from_step = wide ? s.u.row_stride : 1, to_step = wide ? s.out.row_stride : 1;
@@ -584,6 +619,135 @@ __global__ void __launch_bounds__(kThreads)
         if (i + e < p) to[(i + e) * to_step] = eight.value[e];
       }
     }
+  }
+}
+
+/// out = Q (u inverse), a thread for each position of the long side, which it reads before it writes.
+template <class T, class Out, int kSide>
+__global__ void __launch_bounds__(kThreads)
+    skinny_apply_plain(const __grid_constant__ SkinnyStack single, const SkinnyTable table) {
+  __shared__ SkinnyStack s;
+  __shared__ __align__(16) float q[kSide * kSide];
+  take_stack(single, table.stacks, table.stack_of_apply_block, s);
+  const std::int64_t block = blockIdx.x - s.first_apply_block, chunks = apply_chunks(s.u);
+  const std::int64_t batch = block / chunks, begin = (block - batch * chunks) * kApplyLong;
+  const float* const polynomial = table.polynomials + (s.first_matrix + batch) * (kSide * kSide);
+  for (int e = static_cast<int>(threadIdx.x); e < kSide * kSide; e += kThreads) q[e] = polynomial[e];
+  __syncthreads();
+  const std::int64_t end = min(begin + kApplyLong, s.u.long_side());
+  for (std::int64_t position = begin + threadIdx.x; position < end; position += kThreads)
+    apply_to_position<T, Out, kSide>(s, q, batch, position, table.inverse[s.first_matrix + batch]);
+}
+
+/// The same for bfloat16 on tensor cores: a warp takes 16 positions at a time. u enters the products as it is; Q, times
+/// the part of the factor that is not a power of two, as the sum of two bfloat16.
+template <int kSide>
+__global__ void __launch_bounds__(kThreads)
+    skinny_apply_mma(const __grid_constant__ SkinnyStack single, const SkinnyTable table) {
+  constexpr int kBlocks = kSide / 16, kPadded = kSide + 8, kTile = 16, kTilePadded = kTile + 8;
+  constexpr int kTileElements = kTile * kPadded > kSide * kTilePadded ? kTile * kPadded : kSide * kTilePadded;
+  constexpr int kPiecesOfLane = kTile * kSide / 8 / 32;  // of 16 bytes
+  __shared__ SkinnyStack s;
+  __shared__ __align__(16) __nv_bfloat16 q[2][kSide][kPadded];  // high and low parts
+  __shared__ __align__(16) __nv_bfloat16 tiles[kWarps][kTileElements];
+  take_stack(single, table.stacks, table.stack_of_apply_block, s);
+  const std::int64_t block = blockIdx.x - s.first_apply_block, chunks = apply_chunks(s.u);
+  const std::int64_t batch = block / chunks, begin = (block - batch * chunks) * kApplyLong;
+  const std::int64_t end = min(begin + kApplyLong, s.u.long_side());
+  const SplitFactor factor(table.inverse[s.first_matrix + batch]);
+  const auto rest = static_cast<float>(factor.rest);
+  const float power = ldexpf(1.0f, factor.exponent / 2), more = ldexpf(1.0f, factor.exponent - factor.exponent / 2);
+  const float* const polynomial = table.polynomials + (s.first_matrix + batch) * (kSide * kSide);
+  for (int e = static_cast<int>(threadIdx.x); e < kSide * kSide; e += kThreads) {
+    const float value = polynomial[e] * rest;
+    const __nv_bfloat16 high = __float2bfloat16_rn(value);
+    q[0][e / kSide][e % kSide] = high;
+    q[1][e / kSide][e % kSide] = __float2bfloat16_rn(value - __bfloat162float(high));
+  }
+  __syncthreads();
+
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  const bool wide = s.u.is_wide();
+  const auto* const from = row_of<const __nv_bfloat16>(s.u, batch, 0);
+  auto* const to = row_of<__nv_bfloat16>(s.out, batch, 0);
+  const bool from_vectors = reinterpret_cast<std::uintptr_t>(from) % 16 == 0 && s.u.row_stride % 8 == 0,
+             to_vectors = reinterpret_cast<std::uintptr_t>(to) % 16 == 0 && s.out.row_stride % 8 == 0;
+  __nv_bfloat16* const tile = tiles[warp];
+  const int short_side = static_cast<int>(s.u.short_side());
+  // f(piece, its row and first column in memory, how many elements exist, its place in the tile) for this lane's pieces
+  // of the tile at `at`.
+  const auto for_each_piece = [&](std::int64_t at, auto f) {
+#pragma unroll
+    for (int i = 0; i < kPiecesOfLane; ++i) {
+      const int piece = lane + 32 * i;
+      if (wide) {
+        const int row = piece / (kTile / 8), col = piece % (kTile / 8) * 8;
+        f(i, row, at + col, row < short_side ? end - at - col : 0, tile + row * kTilePadded + col);
+      } else {
+        const int row = piece / (kSide / 8), col = piece % (kSide / 8) * 8;
+        f(i, at + row, col, at + row < end ? short_side - col : 0, tile + row * kPadded + col);
+      }
+    }
+  };
+  uint4 ahead[kPiecesOfLane];
+  const auto read = [&](std::int64_t tile_at) {
+    for_each_piece(tile_at, [&](int i, std::int64_t row, std::int64_t col, std::int64_t count, const __nv_bfloat16*) {
+      ahead[i] = load_eight(from + row * s.u.row_stride + col, count, from_vectors);
+    });
+  };
+  read(begin + warp * kTile);
+  for (std::int64_t at = begin + warp * kTile; at < end; at += kWarps * kTile) {
+    __syncwarp();  // the last tile has been stored
+    for_each_piece(at, [&](int i, std::int64_t, std::int64_t, std::int64_t, __nv_bfloat16* place) {
+      *reinterpret_cast<uint4*>(place) = ahead[i];
+    });
+    __syncwarp();
+    read(at + kWarps * kTile);
+    // wide: [16 of the short side] x [8 positions] each; tall: [16 positions] x [8 of the short side].
+    float sums[kBlocks][2][4] = {};
+#pragma unroll
+    for (int k = 0; k < kSide; k += 16) {
+      std::uint32_t x[4];
+      if (wide) {
+        load_matrices_transposed(x, tile + (k + lane / 8 % 2 * 8 + lane % 8) * kTilePadded + lane / 16 * 8);
+      } else {
+        load_matrices(x, tile + lane % 16 * kPadded + k + lane / 16 * 8);
+      }
+#pragma unroll
+      for (int part = 0; part < 2; ++part) {
+#pragma unroll
+        for (int i = 0; i < kBlocks; ++i) {
+          std::uint32_t m[4];
+          if (wide) {
+            load_matrices(m, &q[part][16 * i + lane % 16][k + lane / 16 * 8]);
+            multiply_add(sums[i][0], Fragment{{m[0], m[2]}, {m[1], m[3]}}, {x[0], x[1]});
+            multiply_add(sums[i][1], Fragment{{m[0], m[2]}, {m[1], m[3]}}, {x[2], x[3]});
+          } else {
+            load_matrices(m, &q[part][16 * i + lane / 16 * 8 + lane % 8][k + lane / 8 % 2 * 8]);
+            multiply_add(sums[i][0], Fragment{{x[0], x[2]}, {x[1], x[3]}}, {m[0], m[1]});
+            multiply_add(sums[i][1], Fragment{{x[0], x[2]}, {x[1], x[3]}}, {m[2], m[3]});
+          }
+        }
+      }
+    }
+    __syncwarp();  // the tile has been read
+#pragma unroll
+    for (int i = 0; i < kBlocks; ++i) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          __nv_bfloat16* const place = wide ? tile + (16 * i + lane / 4 + 8 * h) * kTilePadded + 8 * j + lane % 4 * 2
+                                            : tile + (lane / 4 + 8 * h) * kPadded + 16 * i + 8 * j + lane % 4 * 2;
+          *reinterpret_cast<__nv_bfloat162*>(place) =
+              __floats2bfloat162_rn(sums[i][j][2 * h] * power * more, sums[i][j][2 * h + 1] * power * more);
+        }
+      }
+    }
+    __syncwarp();
+    for_each_piece(at, [&](int, std::int64_t row, std::int64_t col, std::int64_t count, const __nv_bfloat16* place) {
+      store_eight(to + row * s.out.row_stride + col, count, to_vectors, *reinterpret_cast<const uint4*>(place));
+    });
   }
 }
 
@@ -681,8 +845,13 @@ void run_skinny(const SkinnyStack& like, const SkinnyTable& table, const NewtonS
       skinny_polynomial<T, kSide><<<static_cast<unsigned>(table.matrices), kThreads, 0, queue>>>(like, table, steps);
       check_launch("newton_schulz");
       with_io_type(like.out.dtype, [&](auto to) {
-        skinny_apply<T, decltype(to), kSide>
-            <<<static_cast<unsigned>(table.apply_blocks), kThreads, 0, queue>>>(like, table);
+        using Out = decltype(to);
+        const auto blocks = static_cast<unsigned>(table.apply_blocks);
+        if constexpr (std::is_same_v<T, __nv_bfloat16> && std::is_same_v<Out, __nv_bfloat16>) {
+          skinny_apply_mma<kSide><<<blocks, kThreads, 0, queue>>>(like, table);
+        } else {
+          skinny_apply_plain<T, Out, kSide><<<blocks, kThreads, 0, queue>>>(like, table);
+        }
       });
       check_launch("newton_schulz");
     });
