@@ -15,6 +15,7 @@
 
 #include "byte_text.h"
 #include "demo_task.h"
+#include "output_paths.h"
 #include "progress.h"
 #include "rowan/comm/communicator.h"
 #include "rowan/core/build_info.h"
@@ -172,8 +173,12 @@ void run_demo(const DemoOptions& options) {
   const AdapterConfig adapter = demo_adapter_config((out / "base").string());
 
   Run run{options, *place.communicator, stream, {}, {}, {}};
+  std::optional<RunLock> lock;
+  run_alike(place, [&] {
+    require_run_directory(out, {});
+    if (is_first) lock.emplace(out);
+  });
   if (is_first) {
-    make_directories(out);
     std::filesystem::remove(out / "metrics.jsonl");
     run.metrics.emplace(out / "metrics.jsonl");
     write_token_rows(out / "held-out-1.jsonl", plain.held_out_rows);

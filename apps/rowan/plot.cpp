@@ -12,6 +12,7 @@
 #include <sstream>
 
 #include "exit_code.h"
+#include "output_paths.h"
 #include "rowan/core/error.h"
 #include "rowan/io/atomic_file.h"
 #include "rowan/train/metrics.h"
@@ -158,6 +159,10 @@ void run_plot(const PlotOptions& options) {
   std::vector<PlotSpec> plots;
   for (const std::string& names : options.metrics) plots.push_back(plot_of(runs, names, options));
   plots[0].title = options.title;
+  InputPaths inputs;
+  for (const std::filesystem::path run : options.runs)
+    inputs.emplace_back("the runs", std::filesystem::is_directory(run) ? run / "metrics.jsonl" : run);
+  require_output_file(options.out, inputs);
   write_text_file(options.out, stacked_plots_svg(plots));
   for (const PlotSpec& plot : plots) {
     for (const PlotSeries& line : plot.series)

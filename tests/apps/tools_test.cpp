@@ -152,7 +152,7 @@ TEST_CASE("rowan eval refuses models that it cannot compute, and a loss that is 
   check_refused(
       scratch,
       "eval --device cpu --model " + quoted(data_path("models/llama")) + " --data " + quoted(scratch / "long.jsonl"), 3,
-      "201 tokens is longer than the model's max_position_embeddings");
+      "row 1: 201 tokens are more than the 128");
 
   auto broken = weights;
   broken[3].tensor = broken[3].tensor.clone(StreamRef());
@@ -269,6 +269,10 @@ TEST_CASE("rowan merge and export refuse what is missing, damaged or in the way,
     CHECK_FALSE(fs::exists(scratch / "new"));
   }
   check_refused(scratch, merge(model, adapter, scratch.path()), 2, "new or an empty directory");
+  fs::copy(model, scratch / "copy", fs::copy_options::recursive);
+  const std::string before = test::read_file(scratch / "copy/config.json");
+  check_refused(scratch, gguf(scratch / "copy", adapter, scratch / "copy/config.json"), 2, "--model");
+  CHECK(test::read_file(scratch / "copy/config.json") == before);
   check_refused(scratch, gguf(model, adapter, scratch.path()), 1, "directory");
   check_refused(scratch, gguf(model, adapter, "/dev/full"), 1, "/dev/full");
   check_refused(scratch, gguf(model, adapter, scratch / "new") + " --dtype bfloat16", 2, "float16");
@@ -339,6 +343,8 @@ TEST_CASE("rowan plot says what is wrong with a run, a metric or an option") {
   check_refused(scratch, "plot " + quoted(scratch / "absent"), 3, "absent");
   check_refused(scratch, "plot " + quoted(scratch / "empty"), 3, "metrics.jsonl");
   check_refused(scratch, "plot " + quoted(scratch / "bad.jsonl"), 3, "bad.jsonl:2");
+  check_refused(scratch, "plot " + quoted(scratch / "run.jsonl") + " --out " + quoted(scratch / "run.jsonl"), 2,
+                "the runs");
   check_refused(scratch, run + " --metric los", 2, "no run has a metric 'los'; there are loss");
   check_refused(scratch, run + " --metric ,", 2, "metric");
   check_refused(scratch, run + " --label a --label b", 2, "label");

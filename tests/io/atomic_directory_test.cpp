@@ -1,5 +1,8 @@
 #include "rowan/io/atomic_directory.h"
 
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include "catch.h"
 #include "rowan/core/error.h"
 #include "rowan/io/atomic_file.h"
@@ -38,6 +41,23 @@ TEST_CASE("an atomic directory takes the place of an empty one, and of nothing e
 
 TEST_CASE("an atomic directory that is abandoned leaves nothing", "[io]") {
   const ScratchDirectory scratch;
+  { const AtomicDirectory directory(scratch / "new"); }
+  CHECK(std::filesystem::is_empty(scratch.path()));
+}
+
+TEST_CASE("what a killed process left of an atomic directory goes with the next one", "[io]") {
+  const ScratchDirectory scratch;
+  const pid_t child = ::fork();
+  REQUIRE(child >= 0);
+  if (child == 0) {
+    const AtomicDirectory directory(scratch / "new");
+    ::_exit(0);
+  }
+  int status = 0;
+  REQUIRE(::waitpid(child, &status, 0) == child);
+  CHECK_FALSE(std::filesystem::is_empty(scratch.path()));
+  { const AtomicDirectory other(scratch / "other"); }
+  CHECK_FALSE(std::filesystem::is_empty(scratch.path()));
   { const AtomicDirectory directory(scratch / "new"); }
   CHECK(std::filesystem::is_empty(scratch.path()));
 }
