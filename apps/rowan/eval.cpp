@@ -15,6 +15,7 @@
 #include "rowan/train/token_batches.h"
 #include "rowan/train/trainer.h"
 #include "saved_model.h"
+#include "text_options.h"
 
 namespace rowan::app {
 
@@ -22,24 +23,34 @@ namespace {
 
 constexpr std::int64_t kTokensPerBatch = 8192;
 
-/// Throws Format for rows that the model cannot take.
-void check_rows(const std::vector<TokenRow>& rows, const ModelConfig& config, const std::string& data) {
-  for (const TokenRow& row : rows) {
+/// Tokens of the longest row that a model takes.
+std::int64_t longest_row(const ModelConfig& config) {
+  return config.sliding_window > 0 ? std::min(config.sliding_window, config.max_position_embeddings)
+                                   : config.max_position_embeddings;
+}
+
+/// Cuts rows to max_length (0: none) and throws Format for rows that the model cannot take, by their number among the
+/// file's rows.
+void fit_rows(std::vector<TokenRow>& rows, std::int64_t max_length, const ModelConfig& config,
+              const std::string& data) {
+  for (std::size_t r = 0; r < rows.size(); ++r) {
+    TokenRow& row = rows[r];
+    const auto refuse = [&](const std::string& cause) {
+      throw Error(ErrorKind::kFormat, fmt::format("{}: row {}: {}", data, r + 1, cause));
+    };
     for (std::size_t i = 0; i < row.input_ids.size(); ++i) {
-      if (row.input_ids[i] >= config.vocab_size || row.labels[i] >= config.vocab_size) {
-        throw Error(ErrorKind::kFormat,
-                    fmt::format("{}: token id {} is not below the model's vocab_size {}", data,
-                                std::max<std::int64_t>(row.input_ids[i], row.labels[i]), config.vocab_size));
-      }
+      const std::int64_t id = std::max<std::int64_t>(row.input_ids[i], row.labels[i]);
+      if (id >= config.vocab_size)
+        refuse(fmt::format("token id {} is not below the model's vocab_size {}", id, config.vocab_size));
+    }
+    if (max_length > 0 && row.input_ids.size() > static_cast<std::size_t>(max_length)) {
+      row.input_ids.resize(static_cast<std::size_t>(max_length));
+      row.labels.resize(static_cast<std::size_t>(max_length));
     }
     const auto length = static_cast<std::int64_t>(row.input_ids.size());
-    const auto refuse_beyond = [&](const char* limit, std::int64_t value) {
-      if (length <= value) return;
-      throw Error(ErrorKind::kFormat,
-                  fmt::format("{}: a row of {} tokens is longer than the model's {} {}", data, length, limit, value));
-    };
-    refuse_beyond("max_position_embeddings", config.max_position_embeddings);
-    if (config.sliding_window > 0) refuse_beyond("sliding_window", config.sliding_window);
+    if (length > longest_row(config))
+      refuse(fmt::format("{} tokens are more than the {} that the model takes; --max-length cuts rows", length,
+                         longest_row(config)));
   }
 }
 
@@ -55,8 +66,9 @@ void run_eval(const EvalOptions& options) {
     saved.emplace(options.model, options.adapter, options.dtype);
     const DatasetOptions dataset{
         .model = options.model, .chat_template = options.chat_template, .mask_prompts = options.mask_prompts};
-    const std::vector<TokenRow> rows = reading_input([&] { return read_dataset(options.data, dataset); });
-    check_rows(rows, saved->config(), options.data);
+    std::vector<TokenRow> rows = reading_input([&] { return read_dataset(options.data, dataset); });
+    require_texts_for(options.chat_template, options.mask_prompts, {options.data});
+    fit_rows(rows, options.max_length, saved->config(), options.data);
     batches = batches_of(rows, kTokensPerBatch);
     for (const HostBatch& batch : batches) tokens += batch.counted_tokens();
     if (tokens == 0) throw Error(ErrorKind::kFormat, fmt::format("{}: no token counts for a loss", options.data));

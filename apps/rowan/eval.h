@@ -1,6 +1,7 @@
 // Loss of a saved model on a data set.
 #pragma once
 
+#include <cstdint>
 #include <optional>
 #include <string>
 
@@ -14,6 +15,7 @@ struct EvalOptions {
   std::string data;
   std::string chat_template;  ///< empty: the model's own
   bool mask_prompts = false;
+  std::int64_t max_length = 0;  ///< tokens at which a row is cut; 0: none is
   RankOptions ranks;
   std::string dtype;  ///< empty: that of the model's configuration
   bool json = false;

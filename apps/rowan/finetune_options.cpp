@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <cmath>
 #include <nlohmann/json.hpp>
-#include <utility>
 
 #include "option_checks.h"
 #include "rank_options.h"
@@ -56,7 +55,7 @@ void add_method(CLI::App& command, FinetuneOptions& o) {
   command.add_option("--lora-r", o.lora_r, "Rank of the factors")->check(CLI::Range(1, 8192))->capture_default_str();
   command.add_option("--lora-alpha", o.lora_alpha, "The factors act with alpha / r")->capture_default_str();
   command.add_option("--lora-dropout", o.lora_dropout, "Probability that an input of the factors is dropped")
-      ->check(CLI::Range(0.0, 1.0))
+      ->check(check_number(0, 1))
       ->capture_default_str();
   command.add_flag("--use-rslora", o.use_rslora, "The factors act with alpha / sqrt(r)");
   command
@@ -81,17 +80,17 @@ void add_optimization(CLI::App& command, FinetuneOptions& o) {
                      "weight_decay, beta1, beta2, epsilon, momentum, nesterov, update_scale, magnitude_lr, "
                      "newton_schulz");
   command.add_option("--learning-rate", o.learning_rate, "Peak learning rate")
-      ->check(CLI::NonNegativeNumber)
+      ->check(check_number(0, 1e30))
       ->capture_default_str();
   command.add_option("--lr-scheduler", o.lr_scheduler, "constant, linear, cosine or wsd")->capture_default_str();
   command.add_option("--warmup-steps", o.warmup_steps, "Steps in which the learning rate rises")
-      ->check(CLI::NonNegativeNumber)
+      ->check(CLI::Range(std::int64_t{0}, std::int64_t{INT32_MAX}))
       ->capture_default_str();
   command.add_option("--weight-decay", o.weight_decay, "Decoupled; spares norms and biases")
-      ->check(CLI::NonNegativeNumber)
+      ->check(check_number(0, 1e30))
       ->capture_default_str();
   command.add_option("--max-grad-norm", o.max_grad_norm, "Gradients are scaled down to this norm; 0: not")
-      ->check(CLI::NonNegativeNumber)
+      ->check(check_number(0, 1e30))
       ->capture_default_str();
   command.add_option("--seed", o.seed, "Seed of new factors, dropout and the order of rows")
       ->check(check_seed)
@@ -99,41 +98,39 @@ void add_optimization(CLI::App& command, FinetuneOptions& o) {
 }
 
 void add_length(CLI::App& command, FinetuneOptions& o) {
-  const CLI::Validator& positive = CLI::PositiveNumber;
-  command.add_option("--epochs", o.epochs, "Passes over the data; 3 unless --max-steps is given")->check(positive);
+  command.add_option("--epochs", o.epochs, "Passes over the data; 3 unless --max-steps is given")->check(check_count);
   command.add_option("--max-steps", o.max_steps, "Optimizer steps; with --epochs too, what is reached first")
-      ->check(positive);
+      ->check(check_count);
   command
       .add_option("--batch-size", o.batch_size,
                   "Rows of a rank's micro-batch; with --packing its tokens, over --max-length")
-      ->check(positive)
+      ->check(check_count)
       ->capture_default_str();
   command.add_option("--grad-accum", o.grad_accum, "Micro-batches of a rank in an optimizer step")
-      ->check(positive)
+      ->check(check_count)
       ->capture_default_str();
   command
       .add_option("--max-length", o.max_length,
                   "Tokens at which a row is cut; 1024 or what the model can take where that is less")
-      ->check(positive);
+      ->check(check_count);
   command.add_flag("--packing", o.packing,
                    "Fill micro-batches up to batch-size x max-length tokens with whole rows; none sees another");
 }
 
 void add_watching(CLI::App& command, FinetuneOptions& o) {
-  const CLI::Validator& positive = CLI::PositiveNumber;
   command.add_option("--eval-steps", o.eval_steps, "Steps between evaluations; default: once an epoch")
-      ->check(positive);
+      ->check(check_count);
   command
       .add_option("--early-stopping-patience", o.early_stopping_patience,
                   "Stop after this many evaluations without a new lowest loss")
-      ->check(positive);
+      ->check(check_count);
   command.add_option("--save-steps", o.save_steps, "Steps between checkpoints; there is one at the end too")
-      ->check(positive)
+      ->check(check_count)
       ->capture_default_str();
   command
       .add_option("--save-total-limit", o.save_total_limit,
                   "Checkpoints kept beside the one of the lowest evaluation loss; default: all")
-      ->check(positive);
+      ->check(check_count);
   command.add_option("--resume", o.resume,
                      "latest, or the directory of a checkpoint: go on from there, in --out, bit for bit");
   command.add_flag("--allow-config-change", o.allow_config_change,
@@ -222,12 +219,8 @@ void check_finetune_options(const FinetuneOptions& o) {
   const auto needs = [&](const char* name, bool condition, const char* what) {
     if (given(name) && !condition) refuse(fmt::format("--{} has no effect {}", name, what));
   };
-  for (const auto& [name, value] : {std::pair{"learning-rate", o.learning_rate},
-                                    {"weight-decay", o.weight_decay},
-                                    {"max-grad-norm", o.max_grad_norm},
-                                    {"lora-alpha", o.lora_alpha}}) {
-    if (!std::isfinite(value)) refuse(fmt::format("--{}: expected a finite number, got {}", name, value));
-  }
+  if (!std::isfinite(o.lora_alpha) || o.lora_alpha == 0)
+    refuse(fmt::format("--lora-alpha: expected a finite number other than 0, got {}", o.lora_alpha));
   const bool lora = o.method == "lora";
   for (const char* name : {"lora-r", "lora-alpha", "lora-dropout", "use-rslora", "target-modules", "adapter"})
     needs(name, lora, "with --method full");

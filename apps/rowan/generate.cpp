@@ -87,6 +87,10 @@ std::int64_t capacity_for(const GenerateOptions& options, const ModelConfig& con
 }  // namespace
 
 void run_generate(const GenerateOptions& options) {
+  if (options.prompt && !options.chat_template.empty())
+    throw Error(ErrorKind::kInvalidArgument, "--chat-template has no effect with --prompt");
+  if (options.sampling.temperature == 0 && options.samples)
+    throw Error(ErrorKind::kInvalidArgument, "--top-k, --top-p and --seed have no effect at --temperature 0");
   Sampler sampler(options.sampling);
   const Stream stream(parse_device(options.device));
   const SavedModel saved(options.model, options.adapter, options.dtype);

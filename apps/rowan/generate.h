@@ -17,6 +17,7 @@ struct GenerateOptions {
   std::string chat_template;  ///< empty: the model's own
   std::int64_t max_new_tokens = 256;
   SamplingOptions sampling;
+  bool samples = false;  ///< options of sampling were given
   std::string device = "auto";
   std::string dtype;  ///< empty: that of the model's configuration
   bool json = false;

@@ -28,11 +28,13 @@ namespace {
 constexpr const char* kFooter =
     "Exit status: 0 done, 1 failed while running, 2 usage or configuration, 3 bad data, model or checkpoint, 4 out of "
     "memory,\n"
-    "130 or 143 interrupted by SIGINT or SIGTERM, after saving where the command trains.";
+    "130 or 143 interrupted by SIGINT or SIGTERM; finetune then saves a checkpoint, once it trains.";
 
 using rowan::app::add_ranks;
 using rowan::app::add_tune_file;
+using rowan::app::check_count;
 using rowan::app::check_not_empty;
+using rowan::app::check_number;
 using rowan::app::check_seed;
 using rowan::app::run_on_ranks;
 
@@ -60,10 +62,10 @@ void add_demo(CLI::App& program, rowan::app::DemoOptions& options) {
       ->capture_default_str();
   demo->add_option("--pretrain-learning-rate", options.pretrain_learning_rate,
                    "Peak learning rate of pre-training (default by optimizer)")
-      ->check(CLI::PositiveNumber);
+      ->check(check_number(1e-30, 1e30));
   demo->add_option("--tune-learning-rate", options.tune_learning_rate,
                    "Peak learning rate of fine-tuning (default by optimizer)")
-      ->check(CLI::PositiveNumber);
+      ->check(check_number(1e-30, 1e30));
   demo->add_flag("--json", options.json, "End with one line of JSON on stdout, and keep quiet otherwise");
   demo->callback([&options] { run_on_ranks(options.ranks, [&options] { rowan::app::run_demo(options); }); });
 }
@@ -84,6 +86,10 @@ void add_eval(CLI::App& program, rowan::app::EvalOptions& options) {
                    "these");
   eval->add_flag("--mask-prompts", options.mask_prompts,
                  "Only completions and what assistants say count for the loss; texts count whole");
+  eval->add_option("--max-length", options.max_length,
+                   "Tokens at which a row is cut, as finetune does; default: longer rows than the model takes are "
+                   "refused")
+      ->check(check_count);
   add_ranks(*eval, options.ranks);
   eval->add_option("--dtype", options.dtype,
                    "float32, bfloat16 or float16; default: the dtype of the model's configuration");
@@ -112,7 +118,7 @@ void add_generate(CLI::App& program, rowan::app::GenerateOptions& options) {
       ->check(CLI::Range(1, 1 << 24))
       ->capture_default_str();
   generate->add_option("--temperature", options.sampling.temperature, "0: the most likely token each time")
-      ->check(CLI::NonNegativeNumber)
+      ->check(check_number(0, 1e30))
       ->capture_default_str();
   generate->add_option("--top-k", options.sampling.top_k, "Sample from so many of the most likely tokens; 0: all")
       ->check(CLI::Range(0, 1 << 30))
@@ -120,7 +126,7 @@ void add_generate(CLI::App& program, rowan::app::GenerateOptions& options) {
   generate
       ->add_option("--top-p", options.sampling.top_p,
                    "Sample from the fewest most likely tokens whose probabilities reach this sum")
-      ->check(CLI::Range(0.0, 1.0))
+      ->check(check_number(0, 1))
       ->capture_default_str();
   generate->add_option("--seed", options.sampling.seed, "Seed of sampling")->check(check_seed)->capture_default_str();
   generate->add_option("--device", options.device, "cpu, cuda, cuda:N or auto (a CUDA device where there is one)")
@@ -129,7 +135,10 @@ void add_generate(CLI::App& program, rowan::app::GenerateOptions& options) {
   generate->add_option("--dtype", options.dtype,
                        "float32, bfloat16 or float16; default: the dtype of the model's configuration");
   generate->add_flag("--json", options.json, "Print one line of JSON at the end: text, prompt_ids, ids, ended");
-  generate->callback([&options] { rowan::app::run_generate(options); });
+  generate->callback([generate, &options] {
+    for (const char* name : {"--top-k", "--top-p", "--seed"}) options.samples |= generate->count(name) > 0;
+    rowan::app::run_generate(options);
+  });
 }
 
 void add_merge(CLI::App& program, rowan::app::MergeOptions& options) {
@@ -163,7 +172,7 @@ void add_inspect(CLI::App& program, rowan::app::InspectOptions& options) {
   CLI::App* inspect = program.add_subcommand(
       "inspect",
       "Check a safetensors file, a model or an adapter directory, and list its tensors; status 3 when it is "
-      "not sound");
+      "not sound, which a model may be that no command takes (its line \"unsupported\")");
   inspect->add_option("path", options.path, "A .safetensors file, or a directory of a model or an adapter")->required();
   inspect->add_flag("--json", options.json, "Print one line of JSON");
   inspect->callback([&options] { rowan::app::run_inspect(options); });
@@ -184,7 +193,7 @@ void add_plot(CLI::App& program, rowan::app::PlotOptions& options) {
       ->allow_extra_args(false);
   plot->add_option("--smoothing", options.smoothing,
                    "Weight of the past in an exponential moving average, from 0 (none) to 0.999")
-      ->check(CLI::Range(0.0, 0.999))
+      ->check(check_number(0, 0.999))
       ->capture_default_str();
   plot->add_flag("--log-y", options.log_y, "Logarithmic axis; values that are not positive are left out");
   plot->add_option("--title", options.title, "Heading of the picture");
@@ -202,15 +211,15 @@ void add_info(CLI::App& program, rowan::app::InfoOptions& options) {
   info->add_option("--ranks", options.ranks, "A..B: a line for each doubling of the number of ranks")->needs(plan);
   info->add_option("--count", options.count, "Weights of that size that are stepped together")
       ->needs(plan)
-      ->check(CLI::PositiveNumber)
+      ->check(check_count)
       ->capture_default_str();
   info->add_option("--bandwidth", options.bandwidth, "GB/s that a rank sends and receives at once")
       ->needs(plan)
-      ->check(CLI::PositiveNumber)
+      ->check(check_number(1e-30, 1e30))
       ->capture_default_str();
   info->add_option("--latency", options.latency, "Microseconds that a message takes")
       ->needs(plan)
-      ->check(CLI::NonNegativeNumber)
+      ->check(check_number(0, 1e30))
       ->capture_default_str();
   info->callback([&options] {
     if (options.plan.empty()) {

@@ -1,5 +1,6 @@
 #include "rank_options.h"
 
+#include "option_checks.h"
 #include "rowan/ops/tuning.h"
 
 namespace rowan::app {
@@ -13,7 +14,7 @@ void add_ranks(CLI::App& command, RankOptions& options) {
       ->check(CLI::Range(1, 4096));
   command
       .add_option("--comm-timeout", options.comm_timeout, "Seconds that a rank waits for another before the run fails")
-      ->check(CLI::Range(0.1, 86400.0))
+      ->check(check_number(0.1, 86400))
       ->capture_default_str();
   command
       .add_option(

@@ -131,7 +131,9 @@ TEST_CASE("rowan generate tells what is wrong, and with which status") {
   check("", 2, "");
   check("--prompt a --messages b", 2, "");
   check("--prompt a --temperature -1", 2, "temperature");
-  check("--prompt a --top-p 0", 2, "top_p");
+  check("--prompt a --temperature 1 --top-p 0", 2, "top_p");
+  check("--prompt a --seed 7", 2, "no effect at --temperature 0");
+  check("--prompt a --chat-template chatml", 2, "no effect with --prompt");
   check("--prompt '" + std::string(300, '1') + "'", 2, "the model takes 64");
   test::write_file(model.scratch / "chat.json", R"([{"role": "user"}])");
   const std::string chat = "--messages '" + (model.scratch / "chat.json").string() + "'";

@@ -140,7 +140,10 @@ TEST_CASE("rowan eval refuses files that do not fit their configuration, and row
   refused(huge.string(), "", "embed_tokens");
   const auto mistral = copy("mistral", "mistral");
   replace(mistral / "config.json", "\"sliding_window\": null", "\"sliding_window\": 2");
-  refused(mistral.string(), "", "sliding_window");
+  refused(mistral.string(), "", "row 1: 3 tokens are more than the 2");
+  CHECK(run_program(scratch, "eval --device cpu --max-length 2 --model '" + mistral.string() + "' --data '" +
+                                 (scratch / "rows.jsonl").string() + "'")
+            .status == 0);
 }
 
 TEST_CASE("wrong options end with status 2 and name what was wrong") {
