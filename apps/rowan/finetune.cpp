@@ -22,6 +22,7 @@
 #include "finetune_options.h"
 #include "optimizer_groups.h"
 #include "options.h"
+#include "output_paths.h"
 #include "progress.h"
 #include "rowan/comm/communicator.h"
 #include "rowan/core/allocator.h"
@@ -35,6 +36,7 @@
 #include "rowan/train/plot.h"
 #include "rowan/train/tensorboard.h"
 #include "rowan/train/training_run.h"
+#include "text_options.h"
 
 namespace rowan::app {
 
@@ -90,27 +92,6 @@ struct Plan {
   std::int64_t steps = 0;
   MemoryEstimate memory;
 };
-
-/// Whether the first row of a file that has been read holds one of the members.
-bool has_member(const std::string& path, std::initializer_list<const char*> names) {
-  std::ifstream file(path);
-  std::string line;
-  while (line.find_first_not_of(" \t\r") == std::string::npos && std::getline(file, line)) {
-  }
-  const Json row = Json::parse(line, nullptr, false);
-  return std::any_of(names.begin(), names.end(), [&row](const char* name) { return row.contains(name); });
-}
-
-/// Options about texts, where no row has any of the kind.
-void require_texts(const FinetuneOptions& o) {
-  const auto some = [&](std::initializer_list<const char*> names) {
-    return has_member(o.data, names) || (!o.eval_data.empty() && has_member(o.eval_data, names));
-  };
-  if (!o.chat_template.empty() && !some({"messages"}))
-    fail(ErrorKind::kInvalidArgument, "--chat-template has no effect on rows without messages");
-  if (o.mask_prompts && !some({"messages", "prompt"}))
-    fail(ErrorKind::kInvalidArgument, "--mask-prompts has no effect on rows without prompts or messages");
-}
 
 std::vector<TokenRow> read_rows(const FinetuneOptions& o, const std::string& path, const ModelConfig& config) {
   const DatasetOptions options{.model = o.model, .chat_template = o.chat_template, .mask_prompts = o.mask_prompts};
@@ -169,19 +150,12 @@ std::int64_t total_steps(const FinetuneOptions& o, std::int64_t steps_per_epoch)
   return o.max_steps == 0 ? by_epochs : std::min(o.max_steps, by_epochs);
 }
 
-/// Tokens of the largest micro-batch.
-std::int64_t most_tokens(const BatchLoader& loader) {
-  BatchLoader epoch = loader;
-  std::int64_t most = 0;
-  while (const std::optional<HostBatch> batch = epoch.next()) most = std::max(most, batch->tokens());
-  return most;
-}
-
 Plan make_plan(const FinetuneOptions& given, Device device, Share share) {
   Plan plan;
   plan.options = given;
   FinetuneOptions& o = plan.options;
   check_finetune_options(o);
+  if (!o.dry_run) require_run_directory(o.out, {{"--model", o.model}, {"--adapter", o.adapter}});
   plan.config = reading_input([&] { return read_model_config(o.model); });
   resolve_lengths(o, plan.config);
   o.dtype = o.dtype.empty() ? to_string(plan.config.dtype) : o.dtype;
@@ -207,14 +181,13 @@ Plan make_plan(const FinetuneOptions& given, Device device, Share share) {
   plan.loader.emplace(make_loader(o, o.data, plan.config, true, share));
   const std::int64_t steps_per_epoch = (plan.loader->batches_per_epoch() + o.grad_accum - 1) / o.grad_accum;
   plan.steps = total_steps(o, steps_per_epoch);
-  std::int64_t tokens = most_tokens(*plan.loader);
   if (!o.eval_data.empty()) {
     if (o.eval_steps == 0) o.eval_steps = steps_per_epoch;
     BatchLoader eval = make_loader(o, o.eval_data, plan.config, false, {});
     while (std::optional<HostBatch> batch = eval.next()) plan.eval_batches.push_back(std::move(*batch));
   }
-  require_texts(o);
-  plan.memory = estimate_memory(plan.config, plan.model, plan.optimizer, tokens, device);
+  require_texts_for(o.chat_template, o.mask_prompts, {o.data, o.eval_data});
+  plan.memory = estimate_memory(plan.config, plan.model, plan.optimizer, plan.loader->most_tokens(), device);
   return plan;
 }
 
@@ -342,6 +315,22 @@ std::string loss_plot(const fs::path& metrics, const FinetuneOptions& o) {
   plot.series = {train};
   if (!eval.x.empty()) plot.series.push_back(eval);
   return line_plot_svg(plot);
+}
+
+/// The loss of the last step before `steps`, as the metrics tell it.
+double last_loss_of(const fs::path& metrics, std::int64_t steps) {
+  double last = std::numeric_limits<double>::quiet_NaN();
+  if (!fs::exists(metrics)) return last;
+  for (const MetricRecord& record : read_metrics(metrics)) {
+    std::optional<double> loss;
+    std::int64_t step = 0;
+    for (const auto& [name, value] : record) {
+      if (name == "step") step = std::get<std::int64_t>(value);
+      if (name == "loss") loss = std::get<double>(value);
+    }
+    if (loss && step <= steps) last = *loss;
+  }
+  return last;
 }
 
 std::string size_text(std::int64_t bytes) {
@@ -494,10 +483,12 @@ class Finetuning {
 
   void run() {
     std::optional<Checkpoint> checkpoint;
+    std::optional<RunLock> lock;
     run_alike(place_, [&] {
-      if (is_first()) make_directories(directory_.out);
       checkpoint = find_checkpoint(plan_.options, directory_, progress_);
+      if (is_first()) lock.emplace(directory_.out);
     });
+    if (is_first()) say_what_is_left_out();
     LlamaModel model(plan_.config, plan_.model, stream_);
     std::unique_ptr<Optimizer> optimizer;
     Sinks sinks(directory_);
@@ -516,6 +507,7 @@ class Finetuning {
     if (checkpoint) {
       run_alike(place_, [&] { resume(run, *checkpoint, *plan_.loader, plan_.options); });
       first_step_ = run.steps();
+      last_loss_ = last_loss_of(directory_.metrics(), first_step_);
       progress_.print(fmt::format("going on from {}", checkpoint->directory.string()));
     }
     if (is_first()) begin_files();
@@ -530,6 +522,14 @@ class Finetuning {
     ProgressOutput output = ProgressOutput::standard_error();
     if (o.json || !is_first) output.style = ProgressStyle::kQuiet;
     return output;
+  }
+
+  void say_what_is_left_out() {
+    const BatchLoader& loader = *plan_.loader;
+    if (loader.cut_rows() == 0 && loader.left_out_rows() == 0) return;
+    progress_.print(fmt::format("{}: {} rows cut to {} tokens, {} left out since none of their tokens counts",
+                                plan_.options.data, loader.cut_rows(), plan_.options.max_length,
+                                loader.left_out_rows()));
   }
 
   void begin_files() {
@@ -567,17 +567,27 @@ class Finetuning {
       write_text_file(directory_.out / "loss.svg", loss_plot(directory_.metrics(), plan_.options));
     if (end == RunEnd::kDiverged) {
       if (!is_first()) throw RanksFailed{kFailed};
+      const std::vector<fs::path> checkpoints = list_checkpoints(directory_.checkpoints());
       throw std::runtime_error(fmt::format(
-          "finetune: step {}: the loss or its gradient is not finite (loss {}); the last checkpoint is the last one "
-          "that is good, and a lower --learning-rate may help",
-          run.steps(), last_loss_));
+          "finetune: step {}: the loss or its gradient is not finite (loss {}); {}; {}", run.steps(), last_loss_,
+          checkpoints.empty() ? "there is no checkpoint"
+                              : fmt::format("the newest checkpoint is {}", checkpoints.back().string()),
+          run.steps() <= 1 ? "the model or the data gave it" : "a lower --learning-rate may help"));
     }
     if (is_first()) {
       if (end != RunEnd::kCancelled) save(run);
       report(run, end);
     }
-    communicator_.barrier(stream_);  // no rank leaves before the files are there
-    if (end == RunEnd::kCancelled) throw Interrupted{static_cast<int>(last_signal)};
+    // No rank leaves before the files are there; one may have learned of the signal from another.
+    const int signal = largest_of_ranks(static_cast<int>(last_signal));
+    if (end == RunEnd::kCancelled) throw Interrupted{signal};
+  }
+
+  int largest_of_ranks(int value) const {
+    Tensor all = Tensor::from_host<std::int32_t>({1}, std::vector<std::int32_t>{value}, stream_);
+    communicator_.all_reduce(all, ReduceOp::kMax, stream_);
+    communicator_.synchronize(stream_);
+    return all.to_vector<std::int32_t>(stream_)[0];
   }
 
   void save(const TrainingRun& run) const {
@@ -598,6 +608,8 @@ class Finetuning {
                          {"best_eval_loss", number(run.best_eval_loss())},
                          {"trainable_parameters", plan_.memory.trainable_parameters},
                          {"tokens", tokens_},
+                         {"cut_rows", plan_.loader->cut_rows()},
+                         {"left_out_rows", plan_.loader->left_out_rows()},
                          {"seconds", seconds},
                          {"memory_estimate_bytes", plan_.memory.total()},
                          {"memory_peak_bytes", memory_->peak_bytes()},

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <functional>
 #include <numeric>
 #include <set>
 #include <utility>
@@ -109,8 +110,20 @@ BatchLoader::BatchLoader(std::vector<TokenRow> rows, const BatchLoaderOptions& o
   state_.fingerprint = fingerprint_of(rows_, options_);
   plan_epoch();
   batches_ = static_cast<std::int64_t>(starts_.size()) - 1;
+  require(!rows_.empty(), "BatchLoader: expected a row with a label that counts, got {} rows without and {} cut to {}",
+          left_out_rows_, cut_rows_, options_.max_length);
   require(batches_ >= options_.world, "BatchLoader: expected a batch for each of {} ranks, got {} batches of {} rows",
           options_.world, batches_, rows_.size());
+}
+
+std::int64_t BatchLoader::most_tokens() const {
+  std::vector<std::int64_t> lengths;
+  for (const TokenRow& row : rows_) lengths.push_back(static_cast<std::int64_t>(row.input_ids.size()));
+  if (options_.packing) return std::min(tokens_, options_.batch_size * options_.max_length);
+  const auto rows = std::min(static_cast<std::size_t>(options_.batch_size), lengths.size());
+  std::partial_sort(lengths.begin(), lengths.begin() + static_cast<std::ptrdiff_t>(rows), lengths.end(),
+                    std::greater<>());
+  return std::accumulate(lengths.begin(), lengths.begin() + static_cast<std::ptrdiff_t>(rows), std::int64_t{0});
 }
 
 void BatchLoader::plan_epoch() {

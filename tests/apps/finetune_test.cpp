@@ -270,7 +270,7 @@ TEST_CASE("what is wrong on all ranks alike is told once", "[finetune][dist]") {
   const std::string ranks = " --ranks 3";
   check_once(bench.command("run", ranks + " --data " + bench.quoted("bad.jsonl")), 3, "bad.jsonl:2: malformed JSON");
   check_once(bench.command("run", ranks + " --batch-size 12"), 3, "expected a batch for each of 3 ranks, got 2");
-  check_once(bench.command("run", ranks + " --learning-rate nan"), 2, "--learning-rate: expected a finite number");
+  check_once(bench.command("run", ranks + " --lora-alpha nan"), 2, "--lora-alpha: expected a finite number");
   check_once(bench.command("run", ranks + " --optimizer adamw --learning-rate 1e30 --max-steps 40"), 1, "not finite");
   check_once(test::program() + " eval --device cpu --ranks 3 --model " + bench.model() + " --data " +
                  bench.quoted("bad.jsonl"),
@@ -292,6 +292,21 @@ TEST_CASE("a signal to the launcher ends a run on two ranks after saving, and it
   CHECK(json::parse(last_line(outcome.out)).at("end") == "interrupted");
   bench.done("ended", options + " --resume latest");
   check_same_run(bench, "straight", "ended", 60, "adapter/adapter_model.safetensors");
+}
+
+TEST_CASE("a signal to one rank ends all with its status", "[finetune][dist]") {
+  const Bench bench;
+  const std::string options = "--ranks 2 --max-steps 4000 --save-steps 100000 --batch-size 2";
+  const std::string lines = bench.path("run").string() + "/metrics.jsonl";
+  for (const char* child : {"$1", "$2"}) {
+    fs::remove_all(bench.path("run"));
+    const Outcome outcome =
+        bench.shell("{ " + bench.command("run", options) + " & pid=$!; until [ -s '" + lines +
+                    "' ]; do sleep 0.01; done; set -- $(cat /proc/$pid/task/$pid/children); kill -TERM " + child +
+                    "; wait $pid; }");
+    CAPTURE(outcome.out, outcome.err);
+    CHECK(outcome.status == 143);
+  }
 }
 
 TEST_CASE("damaged checkpoints are passed over, or refused with status 3", "[finetune]") {
@@ -378,8 +393,58 @@ TEST_CASE("options that would do nothing, or that no run can have, end with stat
   refused("--optimizer-groups '[{\"rolls\": []}]'", "rolls");
   refused("--optimizer-groups '[{\"beta1\": 2}]'", "beta1");
   refused("--config " + bench.quoted("none.json"), "none.json");
-  refused("--batch-size 0", "batch-size");
+  refused("--batch-size 0", "batch-size: expected a whole number from 1");
+  refused("--epochs 9223372036854775807", "epochs: expected a whole number");
+  refused("--learning-rate nan", "learning-rate: expected a number");
+  refused("--lora-alpha 0", "lora-alpha");
+  refused("--comm-timeout nan", "comm-timeout");
   refused("--max-steps 0", "max-steps");
+}
+
+TEST_CASE("a run never takes the place of its inputs, of something foreign, or of another run", "[finetune]") {
+  const Bench bench;
+  fs::copy(test::data_path("models/llama"), bench.path("model"), fs::copy_options::recursive);
+  const std::string config = read_file(bench.path("model") / "config.json");
+  const auto refused = [&](const std::string& out, const std::string& options, const std::string& named) {
+    CAPTURE(out, options);
+    const Outcome outcome = bench.run(out, options);
+    CAPTURE(outcome.err);
+    CHECK(outcome.status == 2);
+    CHECK(contains(outcome.err, named));
+  };
+  refused("model", "--model " + bench.quoted("model"), "holds --model");
+  refused("model", "", "holds a model or an adapter");
+  refused("", "--model " + bench.quoted("model"), "holds --model");
+  CHECK(read_file(bench.path("model") / "config.json") == config);
+  fs::create_directories(bench.path("foreign"));
+  test::write_file(bench.path("foreign/config.json"), "{\"name\": 1}");
+  refused("foreign", "", "config.json that is not a run's");
+
+  bench.done("run", "--max-steps 1");
+  refused("run", "--adapter " + bench.quoted("run/adapter"), "holds --adapter");
+  const Outcome beside =
+      bench.shell("flock " + bench.quoted("run/.lock") + " " + bench.command("run", "--max-steps 2 --resume latest"));
+  CAPTURE(beside.err);
+  CHECK(beside.status == 2);
+  CHECK(contains(beside.err, "another run writes to"));
+  refused("fresh", "--resume " + bench.quoted("run/checkpoints/checkpoint-1") + " --max-steps 1 --lora-r 4",
+          "lora_r has changed");
+  CHECK_FALSE(fs::exists(bench.path("fresh")));
+  CHECK(bench.run("none", "--resume latest").status == 3);
+  CHECK_FALSE(fs::exists(bench.path("none")));
+}
+
+TEST_CASE("a run says which rows it cut or left out", "[finetune]") {
+  const Bench bench;
+  test::write_file(bench.path("mixed.jsonl"),
+                   "{\"input_ids\": [1, 2, 3, 4, 5, 6]}\n{\"input_ids\": [1, 2, 3], \"labels\": [-100, -100, 3]}\n"
+                   "{\"input_ids\": [1, 2], \"labels\": [-100, -100]}\n");
+  const json line = bench.done("run", "--max-steps 1 --max-length 4 --data " + bench.quoted("mixed.jsonl"));
+  CHECK(line.at("cut_rows") == 1);
+  CHECK(line.at("left_out_rows") == 1);
+  const Outcome none = bench.run("none", "--max-length 1");
+  CHECK(none.status == 3);
+  CHECK(contains(none.err, "expected a row with a label that counts"));
 }
 
 TEST_CASE("bad data and models end with status 3, and an unwritable place or a full disk with status 1", "[finetune]") {
@@ -410,6 +475,7 @@ TEST_CASE("a loss that is not finite ends a run with status 1 and leaves the che
       bench.run("run", "--max-steps 50 --save-steps 1 --learning-rate 1e30 --optimizer adamw --lr-scheduler constant");
   CHECK(outcome.status == 1);
   CHECK(contains(outcome.err, "not finite"));
+  CHECK(contains(outcome.err, list_checkpoints(bench.path("run") / "checkpoints").back().string()));
   for (const fs::path& checkpoint : list_checkpoints(bench.path("run") / "checkpoints"))
     CHECK_NOTHROW(open_checkpoint(checkpoint));
 }

@@ -205,6 +205,13 @@ TEST_CASE("Long rows are cut, and rows without a label that counts are left out;
   CHECK(batch.starts == std::vector<std::int32_t>{0, 4, 8});
 }
 
+TEST_CASE("A loader knows the largest batch that any epoch can have") {
+  CHECK(BatchLoader(numbered_rows({9, 4, 7, 2}), {.batch_size = 2, .shuffle = true}).most_tokens() == 16);
+  CHECK(BatchLoader(numbered_rows({9, 4, 7, 2}), {.batch_size = 2, .max_length = 5}).most_tokens() == 10);
+  CHECK(BatchLoader(numbered_rows({9, 4, 7, 2}), {.batch_size = 8}).most_tokens() == 22);
+  CHECK(BatchLoader(numbered_rows({5, 4, 3}), {.batch_size = 2, .max_length = 5, .packing = true}).most_tokens() == 10);
+}
+
 TEST_CASE("Loader options out of range, and data without a batch for every rank, are refused") {
   const auto rows = numbered_rows({4, 3});
   CHECK_THROWS_AS(BatchLoader(rows, {.batch_size = 0}), Error);

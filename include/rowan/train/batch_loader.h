@@ -38,8 +38,8 @@ struct BatchLoaderState {
 class BatchLoader {
  public:
   /// Rows of which no label counts (after cutting; the label of a row's first token never does) are left out and
-  /// counted. Throws InvalidArgument for options out of range, labels that do not match their ids, and where fewer than
-  /// `world` batches are left.
+  /// counted. Throws InvalidArgument for options out of range, labels that do not match their ids, and where no row or
+  /// fewer than `world` batches are left.
   BatchLoader(std::vector<TokenRow> rows, const BatchLoaderOptions& options);
 
   /// This rank's next batch, labels moved to the token before (see append_row). Nothing once at the end of each epoch;
@@ -50,6 +50,8 @@ class BatchLoader {
   std::int64_t batches_per_epoch() const noexcept { return batches_ / options_.world; }
   std::int64_t rows() const noexcept { return static_cast<std::int64_t>(rows_.size()); }  ///< those in use
   std::int64_t tokens() const noexcept { return tokens_; }                                ///< of the rows in use
+  /// Tokens of the largest batch that any epoch can have.
+  std::int64_t most_tokens() const;
   std::int64_t cut_rows() const noexcept { return cut_rows_; }                            ///< longer than max_length
   std::int64_t left_out_rows() const noexcept { return left_out_rows_; }  ///< without a label that counts
 
