@@ -446,7 +446,7 @@ __global__ void __launch_bounds__(block_size(kThreads)) init_rows(const MuownIni
 
 /// Widths that share a kernel, by their most inputs. Rows wider than the last but one are read again instead of kept:
 /// the second time they come from the cache.
-constexpr std::int64_t kRowWidths[] = {16, 32, 64, 128, 512, 1024, 2048, 4096, 8192, std::int64_t{1} << 62};
+constexpr std::int64_t kRowWidths[] = {16, 32, 64, 128, 512, 1024, 2048, 4096, 8192, 16384, std::int64_t{1} << 62};
 constexpr int kShortWidths = 3;  // of them go to short_rows
 
 template <class F>
@@ -462,8 +462,11 @@ void with_short_width(int width_class, F&& f) {
   }
 }
 
-/// Calls f(threads a row, quads a thread) with constants.
-template <class F>
+enum class Half { kPrepare, kFinish };
+
+/// Calls f(threads a row, quads a thread) with constants. Up to 16384 inputs shared memory holds what finish reads of a
+/// row, but not what prepare does.
+template <Half kHalf, class F>
 void with_row_width(int width_class, F&& f) {
   const auto call = [&](auto threads, auto quads) { f(threads, quads); };
   using std::integral_constant;
@@ -480,6 +483,9 @@ void with_row_width(int width_class, F&& f) {
       return call(integral_constant<int, 128>{}, integral_constant<int, kInShared>{});
     case 8:
       return call(integral_constant<int, 256>{}, integral_constant<int, kInShared>{});
+    case 9:
+      return call(integral_constant<int, 512>{}, integral_constant < int,
+                  kHalf == Half::kFinish ? kInShared : kNowhere > {});
     default:
       return call(integral_constant<int, 512>{}, integral_constant<int, kNowhere>{});
   }
@@ -527,7 +533,8 @@ std::int64_t muown_row_blocks(const MuownShape& shape) {
       blocks = (shape.rows() + kRows - 1) / kRows;
     });
   } else {
-    with_row_width(width, [&](auto threads, auto) { blocks = row_blocks(shape, decltype(threads)::value); });
+    with_row_width<Half::kPrepare>(width,
+                                   [&](auto threads, auto) { blocks = row_blocks(shape, decltype(threads)::value); });
   }
   return blocks;
 }
@@ -545,7 +552,7 @@ void launch_prepare_rows(const MuownRowKind& kind, const MuownPrepareArguments& 
         short_rows::prepare<decltype(width), U><<<blocks, short_rows::kBlock, 0, queue>>>(single, table);
       });
     } else {
-      with_row_width(kind.width_class, [&](auto threads, auto quads) {
+      with_row_width<Half::kPrepare>(kind.width_class, [&](auto threads, auto quads) {
         constexpr int kThreads = decltype(threads)::value, kQuads = decltype(quads)::value;
         const auto kernel = prepare_rows<kThreads, kQuads, U>;
         const std::size_t bytes = kQuads == kInShared ? prepare_shared_bytes(kRowWidths[kind.width_class]) : 0;
@@ -568,7 +575,7 @@ void launch_finish_rows(const MuownRowKind& kind, const MuownFinishArguments& si
         short_rows::finish<decltype(width), U><<<blocks, short_rows::kBlock, 0, queue>>>(single, table);
       });
     } else {
-      with_row_width(kind.width_class, [&](auto threads, auto quads) {
+      with_row_width<Half::kFinish>(kind.width_class, [&](auto threads, auto quads) {
         constexpr int kThreads = decltype(threads)::value, kQuads = decltype(quads)::value;
         const auto kernel = finish_rows<kThreads, kQuads, U>;
         const std::size_t bytes =

@@ -357,7 +357,9 @@ std::vector<Sizes> odd_sizes() {
           {Shape{}, 2, 1025}, {Shape{}, 129, 300}, {Shape{2}, 131, 16}, {Shape{}, 130, 32}, {Shape{}, 67, 64}};
 }
 std::vector<Sizes> wide_sizes() {
-  return {{Shape{}, 3, 4097}, {Shape{}, 2, 16385}, {Shape{}, 40, 5000}, {Shape{}, 70000, 3}, {Shape{70000}, 2, 1}};
+  return {{Shape{}, 5, 2052},   {Shape{}, 3, 4095},  {Shape{}, 3, 4097},  {Shape{}, 40, 5000},
+          {Shape{}, 2, 9001},   {Shape{}, 2, 12000}, {Shape{}, 2, 16385}, {Shape{}, 1100, 64},
+          {Shape{2}, 1030, 16}, {Shape{}, 70000, 3}, {Shape{70000}, 2, 1}};
 }
 
 void check_all_sizes(const std::vector<Sizes>& sizes, DType dtype, DType update_dtype, StreamRef stream) {
@@ -490,12 +492,21 @@ void check_zero_row(StreamRef stream) {
   }
 }
 
-void check_waking_row(StreamRef stream) {
+/// One for each of the ways in which CUDA holds a row.
+constexpr std::int64_t kRowWidths[] = {2, 40, 100, 300, 1000, 1500, 2052, 6000, 9000, 20000};
+
+void check_waking_row(std::int64_t inputs, StreamRef stream) {
   for (const MatrixLayout layout : kLayouts) {
-    // Row 0 wakes, row 1 gets no update, row 2 is warm.
-    const auto matrix = [&](const Values& rows) {
-      if (layout == MatrixLayout::kOutIn) return floats({3, 2}, rows, stream);
-      return floats({2, 3}, {rows[0], rows[2], rows[4], rows[1], rows[3], rows[5]}, stream);
+    CAPTURE(inputs, layout == MatrixLayout::kInOut);
+    const bool rows_adjacent = layout == MatrixLayout::kOutIn;
+    const auto place = [&](std::size_t row, std::size_t column) {
+      return rows_adjacent ? row * static_cast<std::size_t>(inputs) + column : 3 * column + row;
+    };
+    // Row 0 wakes, row 1 gets no update, row 2 is warm; all but their first two elements are zero.
+    const auto matrix = [&](const Values& pairs) {
+      Values all(static_cast<std::size_t>(3 * inputs));
+      for (std::size_t i = 0; i < 6; ++i) all[place(i / 2, i % 2)] = pairs[i];
+      return floats(rows_adjacent ? Shape{3, inputs} : Shape{inputs, 3}, all, stream);
     };
     MuownOptions options = options_for(layout, ColdRows::kWarm);
     options.magnitude_lr = 0.5;
@@ -511,9 +522,7 @@ void check_waking_row(StreamRef stream) {
                  step_of({0.1, 0.7, 1}, stream, control_of(0.25, false, stream)), nullptr, stream);
     // u = -(3, 4)/5, gg = <G, u> / 4 = -2.5; the first Adam step is lr 0.5 against its sign: g' = 0.05, W' = g' u.
     const Values w = values(weight, stream), g = values(state.magnitude, stream), r = values(state.norm, stream);
-    const auto row = [&](std::size_t i, std::size_t j) {
-      return layout == MatrixLayout::kOutIn ? w[2 * i + j] : w[3 * j + i];
-    };
+    const auto row = [&](std::size_t i, std::size_t j) { return w[place(i, j)]; };
     CHECK(std::abs(g[0] - 0.05) <= 1e-8);
     CHECK(std::abs(r[0] - 0.05) <= 1e-8);
     CHECK(std::abs(row(0, 0) + 0.03) <= 1e-8);
@@ -843,7 +852,9 @@ TEST_CASE("Muown does not round the scaled update to bfloat16", "[ops][muown]") 
 
 TEST_CASE("Muown keeps a zero row finite in both cold-row modes", "[ops][muown]") { check_zero_row(kCpu); }
 
-TEST_CASE("A cold row wakes in the direction of its first update", "[ops][muown]") { check_waking_row(kCpu); }
+TEST_CASE("A cold row wakes in the direction of its first update", "[ops][muown]") {
+  for (const std::int64_t inputs : kRowWidths) check_waking_row(inputs, kCpu);
+}
 
 TEST_CASE("A row that wakes late does not drown the others", "[ops][muown]") {
   CHECK(late_share(ColdRows::kWarm, kCpu) < 0.1);
@@ -1020,7 +1031,7 @@ TEST_CASE("Muown on CUDA treats row blocks, zero rows and skipped steps like the
   check_unchanged_rows(stream);
   check_unrounded_rate(stream);
   check_zero_row(stream);
-  check_waking_row(stream);
+  for (const std::int64_t inputs : kRowWidths) check_waking_row(inputs, stream);
   CHECK(late_share(ColdRows::kWarm, stream) < 0.1);
   check_direction_after_decay(stream);
   check_skip(stream);
