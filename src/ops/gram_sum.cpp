@@ -22,6 +22,19 @@ NewtonSchulzMatrix as_matrix(const Tensor& t) {
   return {t.raw(), t.dtype(), v.batches, v.rows, v.cols, v.batch_stride, v.row_stride};
 }
 
+bool has_adjacent_rows(const Tensor& t) {
+  const NewtonSchulzMatrix m = as_matrix(t);
+  return m.is_wide() || m.row_stride == m.cols;
+}
+
+/// Itself, or a copy whose rows are adjacent.
+Tensor with_adjacent_rows(const Tensor& t, StreamRef stream) {
+  if (has_adjacent_rows(t)) return t;
+  Tensor copy = Tensor::empty(t.shape(), t.dtype(), stream);
+  copy.copy_from(t, stream);
+  return copy;
+}
+
 /// Matrices of equal shapes with adjacent rows, cut into rows anew so that they are not tall: newton_schulz_load and
 /// newton_schulz_store would transpose a tall matrix, and only want its elements in order here.
 NewtonSchulzMatrix as_wide(const Tensor& t) {
@@ -41,11 +54,14 @@ NewtonSchulzMatrix as_wide(const Tensor& t) {
 /// to = factors[b] from, for each matrix b.
 void scale_into(const Tensor& from, const Tensor& factors, Tensor& to, StreamRef stream) {
   if (from.elements() == 0) return;
+  const Tensor source = with_adjacent_rows(from, stream);
+  Tensor result = has_adjacent_rows(to) ? to : Tensor::empty(to.shape(), to.dtype(), stream);
   if (stream.device().is_cuda()) {
-    cuda::newton_schulz_load(as_wide(from), factors.data<double>(), 1, as_wide(to), stream);
+    cuda::newton_schulz_load(as_wide(source), factors.data<double>(), 1, as_wide(result), stream);
   } else {
-    cpu::newton_schulz_load(as_wide(from), factors.data<double>(), 1, as_wide(to));
+    cpu::newton_schulz_load(as_wide(source), factors.data<double>(), 1, as_wide(result));
   }
+  if (result.raw() != to.raw()) to.copy_from(result, stream);
 }
 
 }  // namespace
@@ -106,11 +122,13 @@ void gram_apply(const Tensor& x, MatrixLayout layout, const Tensor& h, Tensor& o
   Tensor sums = wide ? out : Tensor::empty(x.shape(), DType::kFloat32, stream);
   gemm(out_in ? x : h, out_in ? h : x, sums, stream, {.allow_tf32 = !wide && h.size(-1) >= kTf32Side});
   if (wide) return;
+  Tensor result = has_adjacent_rows(out) ? out : Tensor::empty(out.shape(), out.dtype(), stream);
   if (stream.device().is_cuda()) {
-    cuda::newton_schulz_store(as_wide(sums), 1, as_wide(out), stream);
+    cuda::newton_schulz_store(as_wide(sums), 1, as_wide(result), stream);
   } else {
-    cpu::newton_schulz_store(as_wide(sums), 1, as_wide(out));
+    cpu::newton_schulz_store(as_wide(sums), 1, as_wide(result));
   }
+  if (result.raw() != out.raw()) out.copy_from(result, stream);
 }
 
 }  // namespace rowan::detail

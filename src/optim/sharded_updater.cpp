@@ -151,15 +151,18 @@ class ShardedUpdater final : public Updater {
   }
 
   void apply(std::span<const Tensor> gradients, bool, StreamRef stream, Communicator& communicator) override {
-    std::vector<Bucket*> active;
-    for (Bucket& bucket : buckets_) {
-      const auto has_gradient = [&](std::size_t m) { return gradients[members_[m].parameter.index].defined(); };
-      if (std::any_of(bucket.members.begin(), bucket.members.end(), has_gradient)) active.push_back(&bucket);
-    }
-    for (std::size_t t = 0; t < active.size() + kStages - 1; ++t) {
-      if (t < active.size()) begin_stage(*active[t], gradients, stream, communicator);
-      if (t >= 1 && t - 1 < active.size()) middle_stage(*active[t - 1], stream, communicator);
-      if (t >= 2) end_stage(*active[t - 2], gradients, stream);
+    const auto has_gradient = [&](std::size_t m) { return gradients[members_[m].parameter.index].defined(); };
+    std::vector<bool> active;
+    for (const Bucket& bucket : buckets_)
+      active.push_back(std::any_of(bucket.members.begin(), bucket.members.end(), has_gradient));
+    // Buckets without a gradient keep their places: those whose numbers are kStages apart share memory.
+    const auto is_active = [&](std::size_t t, std::size_t stage) {
+      return t >= stage && t - stage < buckets_.size() && active[t - stage];
+    };
+    for (std::size_t t = 0; t < buckets_.size() + kStages - 1; ++t) {
+      if (is_active(t, 0)) begin_stage(buckets_[t], gradients, stream, communicator);
+      if (is_active(t, 1)) middle_stage(buckets_[t - 1], stream, communicator);
+      if (is_active(t, 2)) end_stage(buckets_[t - 2], gradients, stream);
     }
   }
 
