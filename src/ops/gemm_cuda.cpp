@@ -318,7 +318,8 @@ constexpr double kLeastOperationsToTune = 1e8;
 bool worth_tuning(const GemmPlan& plan, const GemmArguments& g, StreamRef stream) {
   const double operations = 2.0 * static_cast<double>(g.batch) * static_cast<double>(g.m) * static_cast<double>(g.n) *
                             static_cast<double>(g.k);
-  return plan.candidates() > 1 && operations >= kLeastOperationsToTune && Tuning::process().on() && !stream.capturing();
+  return plan.candidates() > 1 && operations >= kLeastOperationsToTune && Tuning::process().measures() &&
+         !stream.capturing();
 }
 
 /// A plan with the candidate on file, or the one that is measured now, or cuBLASLt's first.

@@ -133,6 +133,20 @@ void Tuning::set_on(bool on) {
   on_ = on;
 }
 
+bool Tuning::measures() const {
+  const std::lock_guard lock(mutex_);
+  return on_ && measures_;
+}
+
+void Tuning::adopt(std::string_view text) {
+  const std::lock_guard lock(mutex_);
+  table_ = TuningTable();
+  table_.merge(text);
+  file_.clear();
+  loaded_ = true;
+  measures_ = false;
+}
+
 void Tuning::set_file(const fs::path& file) {
   const std::lock_guard lock(mutex_);
   file_ = file;
@@ -195,5 +209,6 @@ void set_tuning(bool on) { Tuning::process().set_on(on); }
 void set_tuning_file(const fs::path& path) { Tuning::process().set_file(path); }
 std::string export_tuning() { return Tuning::process().text(); }
 void import_tuning(std::string_view choices) { Tuning::process().merge(choices); }
+void adopt_tuning(std::string_view choices) { Tuning::process().adopt(choices); }
 
 }  // namespace rowan

@@ -46,6 +46,8 @@ class Tuning {
 
   bool on() const;
   void set_on(bool on);
+  bool measures() const;
+  void adopt(std::string_view text);
   void set_file(const std::filesystem::path& file);
   std::optional<TuningChoice> find(std::string_view key);
   /// Remembers a choice, in the file too. Never fails for the file's sake.
@@ -58,6 +60,7 @@ class Tuning {
   void save() noexcept;
 
   mutable std::mutex mutex_;
+  bool measures_ = true;
   bool on_;
   bool loaded_ = false;
   std::filesystem::path file_;

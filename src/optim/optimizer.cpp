@@ -142,11 +142,16 @@ class GroupedOptimizer final : public Optimizer {
     for (const auto& updater : updaters_) updater->agree(communicator, stream);
     const bool moved = !listed_ || !lie_as_before(gradients);
     listed_ = false;
-    if (moved) list_gradients(gradients, stream);
+    // Uploads of tables block the host, which may wait for other ranks only where a deadline ends that.
+    if (moved) {
+      communicator.synchronize(stream);
+      list_gradients(gradients, stream);
+    }
     if (has_split_) {
       split_square_sum_.run(control_, stream);
       Tensor sum = control_.slice(0, StepControl::kSquareSum, StepControl::kSquareSum + 1);
       communicator.all_reduce(sum, ReduceOp::kSum, stream);
+      if (moved) communicator.synchronize(stream);
     }
     square_sum_.run(control_, stream, has_split_);
     finish_step_control(control_, options_.max_gradient_norm, stream);

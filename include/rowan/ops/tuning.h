@@ -32,4 +32,8 @@ void set_tuning_file(const std::filesystem::path& path);
 std::string export_tuning();
 void import_tuning(std::string_view choices);
 
+/// Replaces all choices of this process; from now on nothing is measured, read or written, and products without a choice
+/// take the first candidate. Ranks do so with the choices of rank 0, so that all take the same algorithms.
+void adopt_tuning(std::string_view choices);
+
 }  // namespace rowan
