@@ -438,9 +438,11 @@ void load_weights(const Plan& plan, LlamaModel& model, StreamRef stream) {
   }
 }
 
-void resume(TrainingRun& run, const Checkpoint& checkpoint, BatchLoader& loader, const FinetuneOptions& o) {
+/// Errors of resuming, with what the user can do.
+template <class F>
+void advised(const F& resume) {
   try {
-    run.resume(checkpoint, &loader, resume_options(o));
+    resume();
   } catch (const Error& error) {
     throw Error(error.kind() == ErrorKind::kIo ? ErrorKind::kFormat : error.kind(), with_advice(error));
   }
@@ -488,6 +490,7 @@ class Finetuning {
       checkpoint = find_checkpoint(plan_.options, directory_, progress_);
       if (is_first()) lock.emplace(directory_.out);
     });
+    require_one_checkpoint(checkpoint);
     if (is_first()) say_what_is_left_out();
     LlamaModel model(plan_.config, plan_.model, stream_);
     std::unique_ptr<Optimizer> optimizer;
@@ -505,7 +508,8 @@ class Finetuning {
     });
     TrainingRun& run = *training;
     if (checkpoint) {
-      run_alike(place_, [&] { resume(run, *checkpoint, *plan_.loader, plan_.options); });
+      run_alike(place_, [&] { advised([&] { run.require_resumable(*checkpoint, resume_options(plan_.options)); }); });
+      advised([&] { run.resume(*checkpoint, plan_.loader ? &*plan_.loader : nullptr, resume_options(plan_.options)); });
       first_step_ = run.steps();
       last_loss_ = last_loss_of(directory_.metrics(), first_step_);
       progress_.print(fmt::format("going on from {}", checkpoint->directory.string()));
@@ -522,6 +526,18 @@ class Finetuning {
     ProgressOutput output = ProgressOutput::standard_error();
     if (o.json || !is_first) output.style = ProgressStyle::kQuiet;
     return output;
+  }
+
+  /// Ranks that see other files would train a mixture.
+  void require_one_checkpoint(const std::optional<Checkpoint>& checkpoint) const {
+    const auto step = static_cast<int>(checkpoint ? checkpoint->info.step : -1);
+    const int most = largest_of_ranks(step), least = -largest_of_ranks(-step);
+    run_alike(place_, [&] {
+      if (most != least)
+        fail(ErrorKind::kFormat, fmt::format("{}: ranks find the checkpoints of steps {} to {}: --out has to be one "
+                                             "directory for all of them",
+                                             directory_.checkpoints().string(), least, most));
+    });
   }
 
   void say_what_is_left_out() {
@@ -574,8 +590,8 @@ class Finetuning {
                               : fmt::format("the newest checkpoint is {}", checkpoints.back().string()),
           run.steps() <= 1 ? "the model or the data gave it" : "a lower --learning-rate may help"));
     }
+    if (end != RunEnd::kCancelled) run.write_on_first_rank([&] { save(run); });
     if (is_first()) {
-      if (end != RunEnd::kCancelled) save(run);
       report(run, end);
     }
     // No rank leaves before the files are there; one may have learned of the signal from another.

@@ -29,6 +29,7 @@
 #include "rowan/core/error.h"
 #include "rowan/core/stream.h"
 #include "rowan/core/tensor.h"
+#include "rowan/ops/tuning.h"
 
 namespace rowan::app {
 
@@ -223,9 +224,31 @@ Device device_of(const std::string& text, const RankEnvironment& environment) {
   return parse_device(fmt::format("cuda:{}", environment.local_rank));
 }
 
+/// Ranks that each measured would sum in different orders, and write different files.
+void share_tuning(const RankPlace& place) {
+  Communicator& communicator = *place.communicator;
+  const Stream stream(place.device);
+  const std::string own = place.is_first() ? export_tuning() : std::string();
+  Tensor size = Tensor::from_host(Shape{1}, std::vector<std::int32_t>{static_cast<std::int32_t>(own.size())}, stream);
+  communicator.broadcast(size, 0, stream);
+  communicator.synchronize(stream);
+  std::vector<std::int32_t> bytes(static_cast<std::size_t>(size.to_vector<std::int32_t>(stream)[0]));
+  std::copy(own.begin(), own.end(), bytes.begin());
+  if (bytes.empty()) return adopt_tuning("");
+  Tensor text = Tensor::from_host(Shape{static_cast<std::int64_t>(bytes.size())}, bytes, stream);
+  communicator.broadcast(text, 0, stream);
+  communicator.synchronize(stream);
+  const std::vector<std::int32_t> all = text.to_vector<std::int32_t>(stream);
+  adopt_tuning(std::string(all.begin(), all.end()));
+}
+
 }  // namespace
 
-bool starts_ranks(const RankOptions& options) { return options.ranks > 1 && !rank_environment(); }
+bool starts_ranks(const RankOptions& options) {
+  if (options.ranks <= 1) return false;
+  const std::optional<RankEnvironment> environment = rank_environment();
+  return !environment || environment->size == 1;  // a shell that srun started is a job of one task
+}
 
 void start_ranks(const RankOptions& options) {
   const int status = Ranks(options.ranks).wait();
@@ -242,7 +265,10 @@ RankPlace join_ranks(const RankOptions& options) {
   const Device device = device_of(options.device, *environment);
   CommunicatorOptions communicator;
   communicator.timeout = std::chrono::milliseconds(static_cast<std::int64_t>(options.comm_timeout * 1000));
-  return {device, make_process_communicator(*environment, device, communicator)};
+  communicator.check_operations = options.check_collectives;
+  RankPlace place{device, make_process_communicator(*environment, device, communicator)};
+  if (device.is_cuda()) share_tuning(place);
+  return place;
 }
 
 void run_alike(const RankPlace& place, const std::function<void()>& work) {
@@ -259,14 +285,14 @@ void run_alike(const RankPlace& place, const std::function<void()>& work) {
   Communicator& communicator = *place.communicator;
   if (communicator.size() > 1) {
     const Stream stream(place.device);
-    const std::int32_t failed = own != nullptr;
-    const std::vector<std::int32_t> flags{failed, communicator.rank() == 0 ? failed : 0};
-    Tensor all = Tensor::from_host(Shape{2}, flags, stream);
+    const std::int32_t failed = own ? status : 0;
+    const std::vector<std::int32_t> statuses{failed, communicator.rank() == 0 ? failed : 0};
+    Tensor all = Tensor::from_host(Shape{2}, statuses, stream);
     communicator.all_reduce(all, ReduceOp::kMax, stream);
     communicator.synchronize(stream);
     const std::vector<std::int32_t> any = all.to_vector<std::int32_t>(stream);
     const bool first_tells = any[1] != 0 && communicator.rank() != 0;
-    if (any[0] != 0 && (first_tells || !own)) throw RanksFailed{status};
+    if (any[0] != 0 && (first_tells || !own)) throw RanksFailed{any[1] != 0 ? any[1] : any[0]};
   }
   if (own) std::rethrow_exception(own);
 }

@@ -14,7 +14,8 @@ namespace rowan::app {
 struct RankOptions {
   int ranks = 0;  ///< 0: as the launcher's environment says, else one
   std::string device = "auto";
-  double comm_timeout = 60;  ///< seconds
+  double comm_timeout = 60;        ///< seconds
+  bool check_collectives = false;  ///< compare operations, counts and dtypes before each collective
 };
 
 /// The program is to end with this status: some rank did.
@@ -45,7 +46,8 @@ struct RankPlace {
 RankPlace join_ranks(const RankOptions& options);
 
 /// Runs work that fails alike on all ranks, such as reading input, and lets one of them tell: throws `work`'s exception
-/// on rank 0, or where rank 0 has none, and RanksFailed on the others. A collective operation.
+/// on rank 0, or where rank 0 has none, and RanksFailed with its status on the others. A collective operation; `work`
+/// holds none.
 void run_alike(const RankPlace& place, const std::function<void()>& work);
 
 /// "rank 1: " for messages of a rank among several, else nothing.

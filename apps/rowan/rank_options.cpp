@@ -16,6 +16,8 @@ void add_ranks(CLI::App& command, RankOptions& options) {
       .add_option("--comm-timeout", options.comm_timeout, "Seconds that a rank waits for another before the run fails")
       ->check(check_number(0.1, 86400))
       ->capture_default_str();
+  command.add_flag("--check-collectives", options.check_collectives,
+                   "Compare what ranks are about to exchange before each collective, to find one that differs");
   command
       .add_option(
           "--device", options.device,
@@ -29,7 +31,8 @@ void add_tune_file(CLI::App& command) {
   command.add_option_function<std::string>(
       "--tune-file", [](const std::string& path) { set_tuning_file(path); },
       "Remembers which algorithms were measured to be the fastest for products on CUDA; one file, one device and one "
-      "seed give the same bits (default: $ROWAN_TUNE_FILE, else rowan/tuning.txt in the user's cache)");
+      "seed give the same bits; several ranks take the choices of rank 0 and measure none (default: $ROWAN_TUNE_FILE, "
+      "else rowan/tuning.txt in the user's cache)");
 }
 
 }  // namespace rowan::app

@@ -7,7 +7,7 @@
 
 namespace rowan::app {
 
-/// Adds --ranks, --comm-timeout, --device and --tune-file.
+/// Adds --ranks, --comm-timeout, --check-collectives, --device and --tune-file.
 void add_ranks(CLI::App& command, RankOptions& options);
 
 /// Adds --tune-file, which acts where it is parsed.

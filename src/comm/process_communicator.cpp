@@ -79,7 +79,7 @@ std::optional<RankEnvironment> rank_environment() {
       e.address = *address;
     } else {
       require(
-          variable(launcher.local_size) == variable(launcher.size),
+          e.size == 1 || variable(launcher.local_size) == variable(launcher.size),
           "MASTER_ADDR: expected the address of rank 0's machine, got nothing, and not all {} ranks are on this one",
           e.size);
     }

@@ -71,6 +71,13 @@ class DataParallelOptimizer final : public Optimizer {
     inner_->stage(shards_, values, stream);
   }
 
+  std::vector<SplitRows> split_rows() const override {
+    std::vector<SplitRows> all;
+    for (const Split& split : splits_)
+      all.push_back({split.whole.name, split.begins.back(), {split.begins.begin(), split.begins.end() - 1}});
+    return all;
+  }
+
   void apply(std::span<const Parameter>, StreamRef stream, Communicator& communicator) override {
     require(&communicator == &communicator_, "optimizer: expected the communicator that it was made for, got another");
     for (const Bucket& bucket : buckets_) reduce_gradients(bucket, stream);

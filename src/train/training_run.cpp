@@ -1,8 +1,10 @@
 #include "rowan/train/training_run.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <exception>
+#include <future>
 #include <utility>
 
 #include "core/check.h"
@@ -169,6 +171,8 @@ CheckpointInfo TrainingRun::checkpoint_info() const {
     info.counters["loader_position"] = static_cast<std::uint64_t>(loader.position);
     info.counters["loader_fingerprint"] = loader.fingerprint;
   }
+  for (const SplitRows& split : optimizer_.split_rows())
+    info.shards.push_back({split.parameter, split.rows, split.first_rows});
   if (std::isfinite(best_eval_loss_)) info.numbers["best_eval_loss"] = best_eval_loss_;
   if (last_evaluation_ && last_evaluation_->step == info.step && std::isfinite(last_evaluation_->loss))
     info.eval_loss = last_evaluation_->loss;
@@ -198,12 +202,17 @@ void TrainingRun::save_model(const std::filesystem::path& directory) const {
   if (model_.options().train_base) save_base(directory, model_, stream_);
 }
 
-void TrainingRun::resume(const Checkpoint& checkpoint, BatchLoader* loader, const ResumeOptions& options) {
+void TrainingRun::require_resumable(const Checkpoint& checkpoint, const ResumeOptions& options) const {
   const CheckpointInfo& info = checkpoint.info;
   check_identity(info, options_.identity, options);
   require(options.allow_world_size || info.world_size == communicator_.size(),
           "checkpoint of step {}: world_size has changed: it was {}, and is now {}", info.step, info.world_size,
           communicator_.size());
+}
+
+void TrainingRun::resume(const Checkpoint& checkpoint, BatchLoader* loader, const ResumeOptions& options) {
+  const CheckpointInfo& info = checkpoint.info;
+  require_resumable(checkpoint, options);
   const TrainerState trainer{info.step, counter(info, "dropout_step")};
   const std::uint64_t stale = counter(info, "stale_evaluations"), bad = counter(info, "bad_steps");
   if (loader != nullptr) restore_loader(info, *loader);
@@ -239,29 +248,37 @@ void TrainingRun::restore_loader(const CheckpointInfo& info, BatchLoader& loader
   }
 }
 
-/// Whether the flag is set on some rank; a cancelled run ends after the same step on all of them.
-bool TrainingRun::on_any_rank(bool flag) const {
-  if (communicator_.size() == 1) return flag;
-  const std::vector<std::int32_t> own{flag ? 1 : 0};
-  Tensor any = Tensor::from_host(Shape{1}, own, stream_);
-  communicator_.all_reduce(any, ReduceOp::kMax, stream_);
+std::int32_t TrainingRun::largest_of_ranks(std::int32_t value) const {
+  if (communicator_.size() == 1) return value;
+  Tensor all = Tensor::from_host(Shape{1}, std::vector<std::int32_t>{value}, stream_);
+  communicator_.all_reduce(all, ReduceOp::kMax, stream_);
   communicator_.synchronize(stream_);
-  return any.to_vector<std::int32_t>(stream_)[0] != 0;
+  return all.to_vector<std::int32_t>(stream_)[0];
 }
 
-/// Rank 0 writes; the others learn whether it could.
+/// Whether the flag is set on some rank; a cancelled run ends after the same step on all of them.
+bool TrainingRun::on_any_rank(bool flag) const { return largest_of_ranks(flag ? 1 : 0) != 0; }
+
 void TrainingRun::write_on_first_rank(const std::function<void()>& write) const {
-  std::exception_ptr error;
-  if (communicator_.rank() == 0) {
-    try {
-      write();
-    } catch (...) {
-      error = std::current_exception();
-    }
+  if (communicator_.size() == 1) return write();
+  constexpr std::int32_t kDone = 0, kFailed = 1, kBusy = 2;
+  // Shorter than any timeout: a rank that writes for long shows that it lives.
+  constexpr auto kBeat = std::chrono::milliseconds(20);
+  if (communicator_.rank() != 0) {
+    std::int32_t state = kBusy;
+    while (state == kBusy) state = largest_of_ranks(kDone);
+    if (state == kFailed) detail::fail(ErrorKind::kComm, "TrainingRun: expected rank 0 to save, got an error there");
+    return;
   }
-  const bool failed = on_any_rank(error != nullptr);
-  if (error) std::rethrow_exception(error);
-  if (failed) detail::fail(ErrorKind::kComm, "TrainingRun: expected rank 0 to save, got an error there");
+  std::future<void> writing = std::async(std::launch::async, write);
+  while (writing.wait_for(kBeat) != std::future_status::ready) static_cast<void>(largest_of_ranks(kBusy));
+  try {
+    writing.get();
+  } catch (...) {
+    static_cast<void>(largest_of_ranks(kFailed));
+    throw;
+  }
+  static_cast<void>(largest_of_ranks(kDone));
 }
 
 }  // namespace rowan

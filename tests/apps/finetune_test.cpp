@@ -236,6 +236,21 @@ TEST_CASE("rowan finetune on several ranks learns what one rank does from the sa
   }
 }
 
+TEST_CASE("a checkpoint of several ranks tells how their state was split", "[finetune][dist]") {
+  const Bench bench;
+  bench.done("run", "--ranks 3 --max-steps 1 --batch-size 4");
+  const Checkpoint checkpoint = open_newest_checkpoint(bench.path("run") / "checkpoints");
+  REQUIRE_FALSE(checkpoint.info.shards.empty());
+  for (const CheckpointShard& shard : checkpoint.info.shards) {
+    CAPTURE(shard.parameter);
+    CHECK(shard.global_rows > 0);
+    REQUIRE(shard.first_rows.size() == 3);
+    CHECK(shard.first_rows[0] == 0);
+    CHECK(std::is_sorted(shard.first_rows.begin(), shard.first_rows.end()));
+    CHECK(shard.first_rows[2] <= shard.global_rows);
+  }
+}
+
 TEST_CASE("a run on two ranks goes on bit for bit, on another number of ranks only where that is allowed",
           "[finetune][dist]") {
   const Bench bench;
@@ -275,6 +290,11 @@ TEST_CASE("what is wrong on all ranks alike is told once", "[finetune][dist]") {
   check_once(test::program() + " eval --device cpu --ranks 3 --model " + bench.model() + " --data " +
                  bench.quoted("bad.jsonl"),
              3, "bad.jsonl:2: malformed JSON");
+  bench.done("held", "--max-steps 1");
+  for (int i = 0; i < 5; ++i)  // only rank 0 fails by itself
+    check_once(
+        "flock " + bench.quoted("held/.lock") + " " + bench.command("held", ranks + " --max-steps 2 --resume latest"),
+        2, "another run writes to");
   check_once(test::program() + " eval --device cpu --ranks 2 --model /no/such --data " + bench.quoted("train.jsonl"), 3,
              "/no/such/config.json");
 }

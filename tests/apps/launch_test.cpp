@@ -197,6 +197,18 @@ TEST_CASE("rowan is a rank where torchrun or mpirun started it", "[dist]") {
   });
 }
 
+TEST_CASE("the option ranks starts ranks inside a job of one task, too", "[dist]") {
+  const ScratchDirectory scratch;
+  Processes processes;
+  const auto outcome = processes.wait(
+      processes.start(demo(scratch / "run", 2, {"--ranks", "2"}),
+                      {{"RANK", "0"}, {"WORLD_SIZE", "1"}, {"LOCAL_RANK", "0"}, {"OMP_NUM_THREADS", "1"}}),
+      milliseconds(120000));
+  CAPTURE(outcome.output);
+  CHECK(outcome.status == 0);
+  CHECK(read_file(scratch / "run/config.json").find("\"ranks\": 2") != std::string::npos);
+}
+
 TEST_CASE("rowan info plans split weights for a row of rank counts") {
   Processes processes;
   const auto info = [&](const std::vector<std::string>& more) {

@@ -1,6 +1,7 @@
 #include "rowan/train/training_run.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <limits>
 #include <memory>
@@ -9,10 +10,12 @@
 #include "catch.h"
 #include "rowan/core/error.h"
 #include "rowan/nn/llama_files.h"
+#include "rowan/optim/data_parallel.h"
 #include "rowan/train/token_batches.h"
 #include "support/compare.h"
 #include "support/device.h"
 #include "support/files.h"
+#include "support/ranks.h"
 
 namespace rowan {
 
@@ -196,6 +199,27 @@ std::string error_text(ErrorKind kind, const F& call) {
 bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
 
 }  // namespace
+
+TEST_CASE("ranks wait for one that writes for longer than their deadline, and learn when it fails", "[dist]") {
+  CommunicatorOptions options;
+  options.timeout = std::chrono::milliseconds(300);
+  const auto write = [&](bool fails) {
+    return test::outcomes_on_threads(2, options, [fails](Communicator& communicator) {
+      LlamaModel model(small_config(), Process::model_options({}), StreamRef());
+      const auto optimizer = make_data_parallel_optimizer({.groups = default_groups(Algorithm::kAdamW)},
+                                                          model.parameters(), communicator, StreamRef());
+      const TrainingRun run(model, *optimizer, communicator, {}, StreamRef());
+      run.write_on_first_rank([fails] {
+        std::this_thread::sleep_for(std::chrono::milliseconds(900));
+        if (fails) throw Error(ErrorKind::kIo, "the disk is full");
+      });
+    });
+  };
+  CHECK(write(false) == std::vector<std::string>{"", ""});
+  const std::vector<std::string> failed = write(true);
+  CHECK(failed[0].find("the disk is full") != std::string::npos);
+  CHECK(failed[1].find("expected rank 0 to save") != std::string::npos);
+}
 
 TEST_CASE("a resumed run goes on bit for bit from any step, LoRA with dropout, packing and accumulation",
           "[training_run]") {

@@ -12,7 +12,7 @@
 
 namespace rowan {
 
-/// How a parameter was split over the ranks of a run by output neurons.
+/// How a parameter's optimizer state was split over the ranks that wrote the checkpoint, which holds it whole.
 struct CheckpointShard {
   std::string parameter;
   std::int64_t global_rows = 0;

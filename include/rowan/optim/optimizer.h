@@ -33,6 +33,13 @@ struct OptimizerOptions {
 /// but the skip count changes. The decision is taken on the device; the host learns of it by report().
 ///
 /// Not thread-safe. Everything runs on the stream given, which must belong to the device of the parameters.
+/// Rank r of several holds rows [first_rows[r], first_rows[r + 1]) of a parameter's state, the last one up to `rows`.
+struct SplitRows {
+  std::string parameter;
+  std::int64_t rows = 0;
+  std::vector<std::int64_t> first_rows;
+};
+
 class Optimizer {
  public:
   virtual ~Optimizer() = default;
@@ -58,7 +65,8 @@ class Optimizer {
   /// Over several ranks all of them make the same calls. Gradients of parameters that every rank holds whole are
   /// already equal on all ranks. A parameter whose shard says so is split: the ranks hold its output neurons one after
   /// the other, any number each, with gradients on all ranks or on none; the step is that of the whole parameter, to
-  /// the bit where one rank orthogonalises it, else to float32 rounding (rowan/optim/shard_cost.h says when). Throws
+  /// the bit on the CPU where one rank orthogonalises it and no max_gradient_norm is set, else to float32 rounding
+  /// (rowan/optim/shard_cost.h says when). Throws
   /// InvalidArgument when a gradient does not fit, before anything is written, and where the ranks' parts do not make a
   /// whole.
   virtual void apply(std::span<const Parameter> parameters, StreamRef stream, Communicator& communicator) = 0;
@@ -79,6 +87,9 @@ class Optimizer {
   virtual void load_state(std::span<const NamedTensor> state, StreamRef stream) = 0;
 
   virtual const OptimizerOptions& options() const noexcept = 0;
+
+  /// How the state of parameters is split over ranks; empty where each rank holds it whole.
+  virtual std::vector<SplitRows> split_rows() const { return {}; }
 
   /// Whether a step sums the ranks' gradients itself (rowan/optim/data_parallel.h).
   virtual bool sums_gradients() const noexcept { return false; }

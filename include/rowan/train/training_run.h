@@ -105,7 +105,15 @@ class TrainingRun {
   /// loader of other data or batches (where that is allowed) begins its epoch anew. Throws, with the model possibly
   /// partly loaded, Format or InvalidArgument where the checkpoint does not fit: naming the part of the identity that
   /// changed (Format for base_model and data), or the tensor.
+  /// A collective operation; what each rank can see for itself is checked before the first exchange, by
+  /// require_resumable.
   void resume(const Checkpoint& checkpoint, BatchLoader* loader = nullptr, const ResumeOptions& options = {});
+  /// Throws as resume() does for another identity or world size.
+  void require_resumable(const Checkpoint& checkpoint, const ResumeOptions& options) const;
+
+  /// Rank 0 writes, and rethrows what `write` throws; the others wait for it, however long it takes, and throw Comm
+  /// where it failed. `write` runs on a thread of its own where there are others, and holds no collective operation.
+  void write_on_first_rank(const std::function<void()>& write) const;
 
   /// Writes what was trained: LoRA factors as a PEFT directory, base weights as a Hugging Face directory.
   void save_model(const std::filesystem::path& directory) const;
@@ -125,7 +133,7 @@ class TrainingRun {
   void load_model(const std::filesystem::path& directory);
   void restore_loader(const CheckpointInfo& info, BatchLoader& loader) const;
   bool on_any_rank(bool flag) const;
-  void write_on_first_rank(const std::function<void()>& write) const;
+  std::int32_t largest_of_ranks(std::int32_t value) const;
 
   LlamaModel& model_;
   Optimizer& optimizer_;
