@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <nlohmann/json.hpp>
 
 #include "rowan/core/error.h"
 #include "rowan/core/rng.h"
@@ -15,7 +16,38 @@ std::int32_t byte_at(std::string_view text, std::int64_t i) {
   return static_cast<unsigned char>(text[static_cast<std::size_t>(i)]);
 }
 
+/// The character that stands for a byte in byte-level BPE (GPT-2): itself where it can be seen, else one of those from
+/// U+0100 on, in order.
+std::string visible_byte(int byte, int& hidden) {
+  const bool visible = (byte >= '!' && byte <= '~') || (byte >= 0xA1 && byte <= 0xAC) || byte >= 0xAE;
+  const int code = visible ? byte : 0x100 + hidden++;
+  if (code < 0x80) return std::string(1, static_cast<char>(code));
+  return {static_cast<char>(0xC0 | code >> 6), static_cast<char>(0x80 | (code & 0x3F))};
+}
+
 }  // namespace
+
+std::string byte_tokenizer() {
+  using Json = nlohmann::ordered_json;
+  Json vocabulary;
+  int hidden = 0;
+  for (int byte = 0; byte < kByteVocabulary; ++byte) vocabulary[visible_byte(byte, hidden)] = byte;
+  const Json bytes = {{"type", "ByteLevel"}, {"add_prefix_space", false}, {"trim_offsets", true}, {"use_regex", false}};
+  const Json model = {{"type", "BPE"},
+                      {"dropout", nullptr},
+                      {"unk_token", nullptr},
+                      {"continuing_subword_prefix", nullptr},
+                      {"end_of_word_suffix", nullptr},
+                      {"fuse_unk", false},
+                      {"byte_fallback", false},
+                      {"vocab", vocabulary},
+                      {"merges", Json::array()}};
+  const Json tokenizer = {
+      {"version", "1.0"},      {"truncation", nullptr},  {"padding", nullptr},        {"added_tokens", Json::array()},
+      {"normalizer", nullptr}, {"pre_tokenizer", bytes}, {"post_processor", nullptr}, {"decoder", bytes},
+      {"model", model}};
+  return tokenizer.dump(2) + "\n";
+}
 
 std::vector<HostBatch> training_batches(std::string_view text, std::int64_t length, std::int64_t batch_size) {
   std::vector<HostBatch> batches;

@@ -21,6 +21,9 @@ std::vector<HostBatch> training_batches(std::string_view text, std::int64_t leng
 /// at least that much text before it and the mean is a loss per byte of running text.
 std::vector<TokenRow> held_out_rows(std::string_view text, std::int64_t length, std::int64_t context);
 
+/// tokenizer.json of a model whose tokens are bytes: byte-level BPE without merges, the id of a byte its value.
+std::string byte_tokenizer();
+
 /// `count` bytes drawn after `prompt` from softmax(logits / temperature), seeing at most the last `window` bytes.
 std::string continue_text(LlamaModel& model, const std::string& prompt, std::int64_t count, double temperature,
                           std::int64_t window, std::uint64_t seed, StreamRef stream);

@@ -201,6 +201,7 @@ void run_demo(const DemoOptions& options) {
     if (is_first) {
       before = sample(model);
       save_base(out / "base", model, stream);
+      write_text_file(out / "base" / "tokenizer.json", byte_tokenizer());
     }
   }
   place.communicator->barrier(stream);

@@ -80,6 +80,14 @@ TEST_CASE("rowan eval gives the losses that the demo printed") {
   CHECK(std::abs(loss(eval + "2.jsonl'") - expected.at("base_loss").get<double>()) < 1e-6);
   CHECK(std::abs(loss(eval + "2.jsonl' --adapter '" + run + "/adapter'") - expected.at("tuned_loss").get<double>()) <
         1e-6);
+
+  // Its tokens are bytes, of any text.
+  const Outcome continued = run_program(scratch, "generate --json --device cpu --max-new-tokens 4 --model '" + run +
+                                                     "/base' --adapter '" + run + "/adapter' --prompt 'A \u00e9\n'");
+  CAPTURE(continued.err);
+  REQUIRE(continued.status == 0);
+  const auto line = nlohmann::json::parse(last_line(continued.out));
+  CHECK((line.at("prompt_ids").get<std::vector<int>>() == std::vector<int>{'A', ' ', 0xC3, 0xA9, '\n'}));
 }
 
 TEST_CASE("rowan eval refuses bad data and models with status 3, naming file and line") {
