@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <sys/file.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -74,14 +75,21 @@ void require_run_directory(const fs::path& out, const InputPaths& inputs) {
 }
 
 RunLock::RunLock(const fs::path& directory) : directory_(directory), made_(!fs::exists(directory)) {
-  make_directories(directory);
   const fs::path path = directory / ".lock";
-  file_ = ::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0644);
-  if (file_ < 0) throw Error(ErrorKind::kIo, fmt::format("{}: cannot open: {}", path.string(), std::strerror(errno)));
-  if (::flock(file_, LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK) return;
-  ::close(file_);
-  file_ = -1;
-  refuse(fmt::format("--out: another run writes to {}", directory.string()));
+  for (;;) {
+    make_directories(directory);
+    file_ = ::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0644);
+    if (file_ < 0) throw Error(ErrorKind::kIo, fmt::format("{}: cannot open: {}", path.string(), std::strerror(errno)));
+    const bool taken = ::flock(file_, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK;
+    struct stat opened = {}, named = {};
+    const bool alive = ::fstat(file_, &opened) == 0 && ::stat(path.c_str(), &named) == 0 &&
+                       opened.st_dev == named.st_dev && opened.st_ino == named.st_ino;
+    if (!taken && alive) return;
+    ::close(file_);
+    file_ = -1;
+    if (taken) refuse(fmt::format("--out: another run writes to {}", directory.string()));
+    // The run that made the directory removed the file before it was locked: nobody else would see this lock.
+  }
 }
 
 RunLock::~RunLock() {
